@@ -1,0 +1,42 @@
+// Threads and scratch memory for CPU kernels. Torch-free: the host layer supplies run_parallel (its thread pool).
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <new>
+
+#include "cpu/level.h"
+
+namespace mamba::cpu {
+
+// Splits 0..count-1 into at most one contiguous range a thread and calls task(context, begin, end) for each.
+// Defined in ops/parallel.cpp. Work items must be independent: the split depends on the number of threads.
+void run_parallel(int64_t count, void (*task)(void*, int64_t, int64_t), void* context);
+
+namespace MAMBA_CPU_LEVEL {
+
+template <class F>
+inline void parallel_for(int64_t count, F&& body) {
+  run_parallel(count, [](void* context, int64_t begin, int64_t end) { (*static_cast<F*>(context))(begin, end); },
+               const_cast<void*>(static_cast<const void*>(&body)));
+}
+
+// Uninitialised, 64-byte aligned memory for `count` objects of a trivial type.
+template <class T>
+class Scratch {
+ public:
+  explicit Scratch(int64_t count)
+      : data_(count > 0 ? static_cast<T*>(std::aligned_alloc(64, (count * sizeof(T) + 63) / 64 * 64)) : nullptr) {
+    if (count > 0 && !data_) throw std::bad_alloc();
+  }
+  ~Scratch() { std::free(data_); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  T* get() const { return data_; }
+
+ private:
+  T* data_;
+};
+
+}  // namespace MAMBA_CPU_LEVEL
+}  // namespace mamba::cpu

@@ -1,0 +1,49 @@
+// Every operator's schema, with its shapes. Sizes that follow from tensors are never arguments.
+#include "ops/api.h"
+
+STABLE_TORCH_LIBRARY(mamba, m) {
+  // The CPU level in use: baseline, avx2 or avx512.
+  m.def("cpu_capability() -> str");
+
+  // x, z, residual (..., dim); weight, bias (dim); out (..., dim); residual_out as residual, or (0,) without one;
+  // rms (...) or, with a group size, (..., dim / group_size)
+  m.def(
+      "rms_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, Tensor? z=None, Tensor? residual=None, float eps=1e-05, "
+      "int? group_size=None, bool norm_before_gate=True, bool residual_in_fp32=False) -> (Tensor out, Tensor residual_out, Tensor rms)");
+  m.def(
+      "rms_norm_fwd(Tensor x, Tensor? weight, Tensor? bias, Tensor? z, Tensor? residual, float eps, int? group_size, "
+      "bool norm_before_gate, bool residual_in_fp32) -> (Tensor out, Tensor residual_out, Tensor rms)");
+  // dout, dresidual_out: absent counts as zero. A gradient has shape (0,) when its argument is absent; dresidual also when it equals dx
+  // (x and residual of one dtype).
+  m.def(
+      "rms_norm_bwd(Tensor? dout, Tensor? dresidual_out, Tensor x, Tensor? weight, Tensor? bias, Tensor? z, Tensor? residual, Tensor rms, "
+      "int? group_size, bool norm_before_gate) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dz, Tensor dresidual)");
+  // dy, x, dx (..., dim); weight, dweight (dim); rms (...). dx is overwritten, dweight accumulated onto.
+  m.def("rms_norm_bwd_(Tensor dy, Tensor x, Tensor weight, Tensor rms, Tensor(a!) dx, Tensor(b!) dweight) -> ()");
+
+  // u, delta, z (batch, dim, seqlen); A (dim, dstate); B, C (dim, dstate), (batch, dstate, seqlen) or (batch, ngroups, dstate, seqlen);
+  // D, delta_bias (dim); states (batch, dim, dstate), leading size num_sequences with cu_seqlens; seq_idx (batch, seqlen)
+  m.def(
+      "selective_scan(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D=None, Tensor? z=None, Tensor? delta_bias=None, "
+      "Tensor? initial_state=None, Tensor? seq_idx=None, Tensor? cu_seqlens=None, bool delta_softplus=False) "
+      "-> (Tensor out, Tensor last_state)");
+  m.def(
+      "selective_scan_fwd(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias, "
+      "Tensor? initial_state, Tensor? seq_idx, Tensor? cu_seqlens, bool delta_softplus, bool save_states) "
+      "-> (Tensor out, Tensor last_state, Tensor chunk_states)");
+  m.def(
+      "selective_scan_bwd(Tensor? dout, Tensor? dlast_state, Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, "
+      "Tensor? delta_bias, Tensor? initial_state, Tensor? seq_idx, Tensor? cu_seqlens, bool delta_softplus, Tensor chunk_states) "
+      "-> (Tensor du, Tensor ddelta, Tensor dA, Tensor dB, Tensor dC, Tensor dD, Tensor dz, Tensor ddelta_bias, Tensor dinitial_state)");
+
+  // x (batch, dim, seqlen); weight (dim, width); bias (dim); states (batch, dim, width - 1), leading size num_sequences with cu_seqlens
+  m.def(
+      "causal_conv1d(Tensor x, Tensor weight, Tensor? bias=None, Tensor? initial_state=None, Tensor? seq_idx=None, "
+      "Tensor? cu_seqlens=None, str activation=\"none\") -> (Tensor out, Tensor last_state)");
+  m.def(
+      "causal_conv1d_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, Tensor? seq_idx, Tensor? cu_seqlens, "
+      "str activation) -> (Tensor out, Tensor last_state)");
+  m.def(
+      "causal_conv1d_bwd(Tensor? dout, Tensor? dlast_state, Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, "
+      "Tensor? seq_idx, Tensor? cu_seqlens, str activation) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dinitial_state)");
+}

@@ -1,0 +1,11 @@
+"""Plain PyTorch definitions of the operators: the readable mathematics, the oracle of the tests and a maker of example inputs.
+
+Each module holds one function with the operator's name and signature, differentiable by autograd, and `example_inputs`. They are written
+to be read and to be right, not to be fast. They import torch and nothing else.
+"""
+
+from .causal_conv1d import causal_conv1d
+from .rms_norm import rms_norm
+from .selective_scan import selective_scan
+
+__all__ = ["causal_conv1d", "rms_norm", "selective_scan"]

@@ -1,0 +1,181 @@
+"""Builds mamba_ops/_C.so. The only file that knows compilers, architectures and instruction-set flags.
+
+csrc/schema.cpp and csrc/ops are compiled once, every file of csrc/cpu once per CPU level (see csrc/cpu/level.h). Objects are rebuilt when a file
+they include, or their command line, has changed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent.resolve()
+CSRC = ROOT / "csrc"
+TORCH_TARGET = (2, 10)  # oldest torch the library loads in
+
+COMMON_FLAGS = [
+    "-std=c++20",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=fast",
+    "-Wall",
+    "-Wextra",
+    "-Wno-unused-parameter",
+    "-Wno-psabi",
+]
+LEVEL_FLAGS = {
+    "baseline": [],
+    "avx2": ["-DMAMBA_CPU_AVX2=1", "-mavx2", "-mfma", "-mf16c"],
+    "avx512": ["-DMAMBA_CPU_AVX512=1", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
+    + ["-mprefer-vector-width=512"],
+}
+
+
+def run(command: list[str], what: str) -> str:
+    """Run a command; on failure stop the build with what was attempted and the tool's own output."""
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode != 0:
+        raise SystemExit(f"mamba_ops: {what} failed\n{shlex.join(command)}\n{result.stdout}{result.stderr}")
+    return result.stdout
+
+
+def find_compiler() -> str:
+    """The C++ compiler: $CXX, else the first of c++, g++, clang++ on the path."""
+    for name in [os.environ.get("CXX"), "c++", "g++", "clang++"]:
+        if name and shutil.which(name.split()[0]):
+            return name
+    raise SystemExit("mamba_ops: no C++ compiler found (c++, g++ or clang++); install one, for example the package g++")
+
+
+def torch_folder() -> Path:
+    try:
+        import torch
+    except ImportError:
+        raise SystemExit(
+            "mamba_ops: building needs PyTorch >= 2.10 importable; install torch first, or leave out --no-build-isolation"
+        ) from None
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version < TORCH_TARGET:
+        raise SystemExit(f"mamba_ops: building needs PyTorch >= 2.10, found {torch.__version__}")
+    return Path(torch.__file__).parent
+
+
+def levels() -> list[str]:
+    return list(LEVEL_FLAGS) if platform.machine() in ("x86_64", "AMD64") else ["baseline"]
+
+
+class Unit:
+    """One source file compiled with one set of flags."""
+
+    def __init__(self, source: Path, label: str, flags: list[str], folder: Path):
+        self.source = source
+        self.object = folder / f"{source.relative_to(CSRC).as_posix().replace('/', '_')}.{label}.o"
+        self.dependencies = self.object.with_suffix(".d")
+        self.record = self.object.with_suffix(".command")
+        self.label = label
+        self.command = [*flags, "-MMD", "-MF", str(self.dependencies), "-c", str(source), "-o", str(self.object)]
+
+    def is_current(self) -> bool:
+        if not (self.object.exists() and self.dependencies.exists() and self.record.exists()):
+            return False
+        if self.record.read_text() != shlex.join(self.command):
+            return False
+        built = self.object.stat().st_mtime
+        named = self.dependencies.read_text().replace("\\\n", " ").split(":", 1)[1].split()
+        return all(Path(name).exists() and Path(name).stat().st_mtime <= built for name in named)
+
+    def compile(self) -> None:
+        if self.is_current():
+            return
+        self.record.unlink(missing_ok=True)
+        print(f"compiling {self.source.relative_to(ROOT)} [{self.label}]", flush=True)
+        run(self.command, f"compiling {self.source.relative_to(ROOT)}")
+        self.check_symbols()
+        self.record.write_text(shlex.join(self.command))
+
+    def check_symbols(self) -> None:
+        """Weak symbols may be merged across levels by the linker: then a CPU could meet instructions that it lacks."""
+        if self.label not in LEVEL_FLAGS or self.label == "baseline" or not shutil.which("nm"):
+            return
+        lines = run(["nm", "--defined-only", str(self.object)], "listing symbols").splitlines()
+        weak = [fields[2] for fields in map(str.split, lines) if len(fields) == 3 and fields[1] in "WVu"]
+        foreign = [name for name in weak if self.label not in name and not name.startswith("DW.ref.")]
+        if foreign:
+            raise SystemExit(f"mamba_ops: {self.source.name} [{self.label}] leaves weak symbols outside its level: {foreign}")
+
+
+class BuildLibraries(build_ext):
+    def get_ext_filename(self, fullname: str) -> str:
+        return os.path.join(*fullname.split(".")) + ".so"  # no Python version in the name: the library has no Python symbol
+
+    def build_extension(self, ext: Extension) -> None:
+        torch_path = torch_folder()
+        compiler = shlex.split(find_compiler())
+        folder = Path(self.build_temp).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        target = f"0x{TORCH_TARGET[0]:02x}{TORCH_TARGET[1]:02x}000000000000"
+        flags = [*compiler, *COMMON_FLAGS, f"-I{CSRC}", f"-ffile-prefix-map={ROOT}=mamba_ops"]
+        torch_flags = [f"-isystem{torch_path / 'include'}", f"-DTORCH_TARGET_VERSION={target}", "-DTORCH_STABLE_ONLY"]
+
+        host = [CSRC / "schema.cpp", *sorted((CSRC / "ops").glob("*.cpp"))]
+        units = [Unit(source, "host", flags + torch_flags, folder) for source in host]
+        for source in sorted((CSRC / "cpu").glob("*.cpp")):
+            for name in levels():
+                units.append(Unit(source, name, flags + LEVEL_FLAGS[name] + [f"-DMAMBA_CPU_LEVEL={name}"], folder))
+        units.sort(key=lambda unit: -unit.source.stat().st_size)  # long ones first
+        with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
+            list(pool.map(Unit.compile, units))
+
+        library = Path(self.get_ext_fullpath(ext.name)).resolve()
+        library.parent.mkdir(parents=True, exist_ok=True)
+        partial = library.with_suffix(".so.partial")
+        shared = ["-dynamiclib", "-undefined", "dynamic_lookup"] if platform.system() == "Darwin" else ["-shared", "-s"]
+        objects = [str(unit.object) for unit in units]
+        run([*compiler, *shared, *objects, f"-L{torch_path / 'lib'}", "-ltorch_cpu", "-o", str(partial)], "linking _C.so")
+        partial.replace(library)
+        library.with_name("_build.json").write_text(json.dumps(self.describe(compiler, torch_path), indent=1) + "\n")
+        print("mamba_ops: built the CPU library; CUDA kernels are not part of this version", flush=True)
+
+    def describe(self, compiler: list[str], torch_path: Path) -> dict[str, object]:
+        """What `python -m mamba_ops` prints and what a failed import compares with."""
+        import torch
+
+        try:
+            command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+            revision = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            revision = "unknown (not built from a git checkout)"
+        return {
+            "version": self.distribution.get_version(),
+            "git_revision": revision,
+            "compiler": run([*compiler, "--version"], "asking the compiler's version").splitlines()[0],
+            "flags": COMMON_FLAGS,
+            "cpu_levels": levels(),
+            "platform": f"{platform.system()} {platform.machine()}",
+            "torch_headers": torch.__version__,
+            "torch_minimum": ".".join(map(str, TORCH_TARGET)),
+        }
+
+
+class AnyPythonWheel(bdist_wheel):
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+setup(
+    ext_modules=[Extension("mamba_ops._C", sources=[])],
+    cmdclass={"build_ext": BuildLibraries, "bdist_wheel": AnyPythonWheel},
+)

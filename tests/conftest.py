@@ -1,0 +1,74 @@
+"""Fixtures shared by all tests: backends, thread settings, the marker `slow`."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Where an operator runs: `backend.op("rms_norm")` is the operator, `backend.device` where its tensors live."""
+
+    name: str
+    device: str
+    namespace: str
+
+    def op(self, name):
+        return getattr(getattr(torch.ops, self.namespace), name)
+
+    def has(self, name):
+        return hasattr(getattr(torch.ops, self.namespace), name)
+
+    def __str__(self):
+        return self.name
+
+
+def load_emulator():
+    """The CUDA sources compiled for the CPU, as torch.ops.mamba_emulated: registered by tests/cuda_emulator where it can be built."""
+    try:
+        from cuda_emulator import register
+    except ImportError:
+        return False
+    return register()
+
+
+def available_backends():
+    backends = [Backend("cpu", "cpu", "mamba")]
+    if load_emulator():
+        backends.append(Backend("emulated", "cpu", "mamba_emulated"))
+    if torch.cuda.is_available():
+        backends.append(Backend("cuda", "cuda", "mamba"))
+    return backends
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: takes minutes; runs with --slow only")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--slow"):
+        return
+    for item in items:
+        if "slow" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
+
+
+def pytest_generate_tests(metafunc):
+    if "backend" in metafunc.fixturenames:
+        metafunc.parametrize("backend", available_backends(), ids=str)
+
+
+@pytest.fixture(autouse=True)
+def restore_torch_settings():
+    """Every test starts from the same seed and leaves threads and the deterministic flag as they were."""
+    threads = torch.get_num_threads()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic)
