@@ -1,5 +1,7 @@
-"""Tools for testing operators, ours and those of others: tolerances by dtype, comparisons that say how wrong a result is, one check that
-covers an operator from its values to torch.compile, and views of every memory layout.
+"""Tools for testing operators, ours and those of others.
+
+Tolerances by dtype, comparisons that say how wrong a result is, one check that covers an operator from its values to
+torch.compile, and views of every memory layout.
 
     from mamba_ops.testing import check_op
     check_op(my_op, dict(x=x, weight=w), my_definition, op=torch.ops.mine.my_op.default)
@@ -21,9 +23,12 @@ def tolerance(dtype, *, gradient=False):
 
 
 def relative_error(actual, expected):
-    """max |actual - expected| / max |expected|, in float64. NaN and infinities count as equal only where both have the same one.
+    """max |actual - expected| / max |expected|, in float64.
 
-    0 where both are entirely zero; infinite where only `expected` is, or where one has a NaN or an infinity that the other has not.
+    NaN and infinities count as equal only where both have the same one.
+
+    0 where both are entirely zero; infinite where only `expected` is, or where one has a NaN or an infinity that the
+    other has not.
     """
     actual, expected = actual.detach().cpu().double(), expected.detach().cpu().double()
     if actual.shape != expected.shape:
@@ -39,14 +44,17 @@ def relative_error(actual, expected):
     return float("inf") if scale == 0 else float(difference.max() / scale)
 
 
-def assert_close(actual, expected, dtype=None, *, gradient=False, tolerance=None, what="result"):
-    """Fails, saying where and by how much, unless actual equals expected within the tolerance of dtype (of actual, if not given)."""
+def assert_close(actual, expected, dtype=None, *, gradient=False, rtol=None, what="result"):
+    """Fails, saying where and by how much, unless actual equals expected within rtol.
+
+    rtol is relative to max |expected|; by default it is the tolerance of dtype, or of actual's dtype.
+    """
     if tuple(actual.shape) != tuple(expected.shape):
         raise AssertionError(f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
-    if tolerance is None:
-        tolerance = globals()["tolerance"](dtype or actual.dtype, gradient=gradient)
+    if rtol is None:
+        rtol = tolerance(dtype or actual.dtype, gradient=gradient)
     error = relative_error(actual, expected)
-    if error <= tolerance:
+    if error <= rtol:
         return
     got, want = actual.detach().cpu().double(), expected.detach().cpu().double()
     wrong = (got != want) & ~(torch.isnan(got) & torch.isnan(want))
@@ -54,7 +62,7 @@ def assert_close(actual, expected, dtype=None, *, gradient=False, tolerance=None
     at = torch.unravel_index(distance.argmax(), distance.shape)
     index = tuple(int(i) for i in at)
     raise AssertionError(
-        f"{what}: relative error {error:.3g} exceeds {tolerance:.3g} ({actual.dtype}); "
+        f"{what}: relative error {error:.3g} exceeds {rtol:.3g} ({actual.dtype}); "
         f"worst at {list(index)}: got {float(got[index]):.9g}, expected {float(want[index]):.9g}; "
         f"{int(wrong.sum())} of {wrong.numel()} values differ"
     )
@@ -75,10 +83,14 @@ def _to_float64(value):
 def run_with_gradients(function, inputs, differentiable=None, upstream=None, seed=0):
     """Calls function(**inputs); returns (outputs, upstream gradients, {name: gradient}).
 
-    `differentiable` names the inputs to differentiate (all floating tensors by default). Upstream gradients are random unless given;
-    an input the outputs do not depend on gets zeros.
+    `differentiable` names the inputs to differentiate (all floating tensors by default). Upstream gradients are random
+    unless given; an input the outputs do not depend on gets zeros.
     """
-    names = [name for name, value in inputs.items() if _is_floating(value)] if differentiable is None else list(differentiable)
+    names = (
+        [name for name, value in inputs.items() if _is_floating(value)]
+        if differentiable is None
+        else list(differentiable)
+    )
     leaves = {name: inputs[name].detach().requires_grad_() for name in names}
     outputs = _outputs(function(**{**inputs, **leaves}))
     if upstream is None:
@@ -88,15 +100,18 @@ def run_with_gradients(function, inputs, differentiable=None, upstream=None, see
     used = [(out, gradient.to(out)) for out, gradient in zip(outputs, upstream) if out.requires_grad]
     found = [None] * len(names)
     if used and names:
-        found = torch.autograd.grad([u[0] for u in used], list(leaves.values()), [u[1] for u in used], allow_unused=True)
+        found = torch.autograd.grad(
+            [u[0] for u in used], list(leaves.values()), [u[1] for u in used], allow_unused=True
+        )
     gradients = {name: torch.zeros_like(leaves[name]) if g is None else g for name, g in zip(names, found)}
     return outputs, upstream, gradients
 
 
-def check_values(function, inputs, reference, *, differentiable=None, tolerance=None, gradient_tolerance=None, gradients=True):
-    """Outputs, and gradients for random upstream gradients, of function(**inputs) against reference evaluated in float64.
+def check_values(function, inputs, reference, *, differentiable=None, rtol=None, gradient_rtol=None, gradients=True):
+    """Outputs and gradients (for random upstream gradients) of function(**inputs) against reference in float64.
 
-    Every tensor is compared at the tolerance of its own dtype, unless tolerances are given. Gradients must have their input's shape and dtype.
+    Every tensor is compared at the tolerance of its own dtype, unless rtol or gradient_rtol are given.
+    Gradients must have their input's shape and dtype.
     """
     exact = {name: _to_float64(value) for name, value in inputs.items()}
     names = differentiable if gradients else ()
@@ -105,16 +120,20 @@ def check_values(function, inputs, reference, *, differentiable=None, tolerance=
     if len(outputs) != len(expected):
         raise AssertionError(f"{len(outputs)} outputs, expected {len(expected)}")
     for number, (out, want) in enumerate(zip(outputs, expected)):
-        assert_close(out, want, tolerance=tolerance, what=f"output {number}")
+        assert_close(out, want, rtol=rtol, what=f"output {number}")
     for name, gradient in found.items():
         if gradient.dtype != inputs[name].dtype:
             raise AssertionError(f"gradient of {name}: dtype {gradient.dtype}, expected {inputs[name].dtype}")
-        assert_close(gradient, wanted[name], gradient=True, tolerance=gradient_tolerance, what=f"gradient of {name}")
+        assert_close(gradient, wanted[name], gradient=True, rtol=gradient_rtol, what=f"gradient of {name}")
 
 
 def check_gradcheck(function, inputs, differentiable=None):
     """torch.autograd.gradcheck of every differentiable input; needs float64."""
-    names = [name for name, value in inputs.items() if _is_floating(value)] if differentiable is None else list(differentiable)
+    names = (
+        [name for name, value in inputs.items() if _is_floating(value)]
+        if differentiable is None
+        else list(differentiable)
+    )
     for name in names:
         if inputs[name].dtype != torch.float64:
             raise ValueError(f"gradcheck needs float64, {name} is {inputs[name].dtype}")
@@ -147,18 +166,20 @@ def check_op(
     op=None,
     op_inputs=None,
     differentiable=None,
-    tolerance=None,
-    gradient_tolerance=None,
+    rtol=None,
+    gradient_rtol=None,
     gradients=True,
     compile=True,
     opcheck=True,
 ):
-    """Checks an operator on one set of arguments: values, gradients, gradcheck, opcheck, compile. Raises at the first failure.
+    """Checks an operator on one set of arguments: values, gradients, gradcheck, opcheck, compile.
+
+    Raises at the first failure.
 
     function    takes **inputs, returns a tensor or a tuple of tensors
     inputs      dict of keyword arguments; floating tensors are differentiated (or those that `differentiable` names)
     reference   the same mathematics in plain PyTorch; evaluated in float64
-    op          the operator overload for torch.library.opcheck, called with op_inputs (default: inputs); skipped if None
+    op          the operator overload for torch.library.opcheck, called with op_inputs (default: inputs)
     gradients   False for an operator without autograd
     gradcheck runs if all differentiated inputs are float64.
     """
@@ -167,11 +188,15 @@ def check_op(
         inputs,
         reference,
         differentiable=differentiable,
-        tolerance=tolerance,
-        gradient_tolerance=gradient_tolerance,
+        rtol=rtol,
+        gradient_rtol=gradient_rtol,
         gradients=gradients,
     )
-    names = [name for name, value in inputs.items() if _is_floating(value)] if differentiable is None else list(differentiable)
+    names = (
+        [name for name, value in inputs.items() if _is_floating(value)]
+        if differentiable is None
+        else list(differentiable)
+    )
     if gradients and all(inputs[name].dtype == torch.float64 for name in names):
         check_gradcheck(function, inputs, names)
     if op is not None and opcheck:
@@ -199,7 +224,7 @@ def sliced(tensor, axis=-1, before=3, after=2):
 
 
 def stepped(tensor, axis=-1, step=2):
-    """The same values at every step-th place of a longer tensor, which is NaN (or the smallest integer) everywhere else."""
+    """The same values at every step-th place of a longer tensor, which is NaN (or the smallest integer) elsewhere."""
     shape = list(tensor.shape)
     shape[axis] *= step
     filler = float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min
@@ -210,12 +235,12 @@ def stepped(tensor, axis=-1, step=2):
 
 
 def expanded(tensor, axis=-1):
-    """Stride 0 along an axis: its first entry, repeated without memory (so the values change unless they are constant along it)."""
+    """Stride 0 along an axis: its first entry, repeated without memory (so the values change)."""
     return tensor.detach().narrow(axis, 0, 1).expand(tensor.shape) if tensor.shape[axis] else tensor.detach()
 
 
 def strided_variants(tensor):
-    """Pairs (name, tensor of the same values): contiguous, and for each axis sliced, stepped and (where there are two) transposed."""
+    """Pairs (name, tensor of the same values): contiguous; sliced and stepped for each axis; neighbours transposed."""
     yield "contiguous", tensor.detach().contiguous()
     for axis in range(tensor.dim()):
         yield f"sliced{axis}", sliced(tensor, axis)

@@ -25,7 +25,7 @@ class Backend:
 
 
 def load_emulator():
-    """The CUDA sources compiled for the CPU, as torch.ops.mamba_emulated: registered by tests/cuda_emulator where it can be built."""
+    """The CUDA sources compiled for the CPU, as torch.ops.mamba_emulated: registered by tests/cuda_emulator."""
     try:
         from cuda_emulator import register
     except ImportError:

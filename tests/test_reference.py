@@ -1,8 +1,11 @@
-"""The plain PyTorch definitions against the test vectors, and their own rules: zero sizes, harmless padding, split equals whole."""
+"""The plain PyTorch definitions against the test vectors, and their own rules: zero sizes, padding, split = whole."""
+
+import itertools
 
 import pytest
 import torch
 import vectors
+
 from mamba_ops import reference
 from mamba_ops.reference import causal_conv1d, rms_norm, selective_scan
 from mamba_ops.testing import assert_close
@@ -46,11 +49,11 @@ def test_rms_norm_agrees_with_seed_vector():
 
 
 @pytest.mark.parametrize("function", [causal_conv1d, selective_scan])
-@pytest.mark.parametrize("sizes", [dict(seqlen=0), dict(batch=0), dict(dim=0), dict(seqlen=1), dict(seqlen=2)])
+@pytest.mark.parametrize("sizes", [{"seqlen": 0}, {"batch": 0}, {"dim": 0}, {"seqlen": 1}, {"seqlen": 2}])
 @pytest.mark.parametrize("packing", [None, "seq_idx", "cu_seqlens"])
 def test_small_sizes(function, sizes, packing):
     if function is selective_scan and sizes.get("dim") == 0:
-        sizes = dict(dim=0, ngroups=1)
+        sizes = {"dim": 0, "ngroups": 1}
     inputs = MODULES[function.__name__].example_inputs(dtype=torch.float64, packing=packing, **sizes)
     first = "x" if function is causal_conv1d else "u"
     initial_state = inputs["initial_state"].requires_grad_()
@@ -83,11 +86,17 @@ def test_padding_behind_cu_seqlens_is_harmless(function):
         spoiled[name][..., end:] = float("nan")
     results = []
     for inputs in (cut, spoiled):
-        leaves = {name: t.clone().requires_grad_() for name, t in inputs.items() if torch.is_tensor(t) and t.is_floating_point()}
+        leaves = {
+            name: t.clone().requires_grad_()
+            for name, t in inputs.items()
+            if torch.is_tensor(t) and t.is_floating_point()
+        }
         out, last_state = function(**{**inputs, **leaves})
         upstream = torch.ones_like(out)
         upstream[..., end:] = float("nan")
-        gradients = torch.autograd.grad((out, last_state), list(leaves.values()), (upstream, torch.ones_like(last_state)))
+        gradients = torch.autograd.grad(
+            (out, last_state), list(leaves.values()), (upstream, torch.ones_like(last_state))
+        )
         results.append((out, last_state, dict(zip(leaves, gradients))))
     (out, state, gradients), (padded_out, padded_state, padded_gradients) = results
     assert torch.equal(padded_out[..., :end], out) and (padded_out[..., end:] == 0).all()
@@ -124,7 +133,7 @@ def test_packed_equals_separate(function):
     by_ids, last = function(**inputs, seq_idx=torch.tensor([[7] * 3 + [2] * 5 + [7] * 6 + [0] * 2]))
     per_token = [name for name in ("x", "u", "delta", "z", "B", "C") if name in inputs]
     pieces = []
-    for s, (start, end) in enumerate(zip(ends, ends[1:])):
+    for s, (start, end) in enumerate(itertools.pairwise(ends)):
         out, state = function(**{**inputs, **{name: inputs[name][..., start:end] for name in per_token}})
         assert_close(states[s : s + 1], state, what=f"state of sequence {s}")
         pieces.append(out)

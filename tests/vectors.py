@@ -46,10 +46,9 @@ def names(prefix, without=()):
 
 
 def run_backward(vector, arguments, results):
-    """Gradients of sum(gout * out), by name, for every input the vector has a gradient of; results maps output names to tensors."""
-    gradients = vector.output_gradients
+    """Gradients of sum(gout * out), by name, for every input that the vector has a gradient of."""
     wanted = [arguments[name] for name in vector.gradients]
-    found = torch.autograd.grad([results[name] for name in gradients], wanted, list(gradients.values()), allow_unused=True)
+    found = torch.autograd.grad([results[k] for k in upstream], wanted, list(upstream.values()), allow_unused=True)
     return {
         name: torch.zeros_like(argument) if gradient is None else gradient
         for name, argument, gradient in zip(vector.gradients, wanted, found)

@@ -1,7 +1,7 @@
-"""Plain PyTorch definitions of the operators: the readable mathematics, the oracle of the tests and a maker of example inputs.
+"""Plain PyTorch definitions of the operators: the readable mathematics, and the oracle of the tests.
 
-Each module holds one function with the operator's name and signature, differentiable by autograd, and `example_inputs`. They are written
-to be read and to be right, not to be fast. They import torch and nothing else.
+Each module holds one function with the operator's name and signature, differentiable by autograd, and `example_inputs`.
+They are written to be read and to be right, not to be fast. They import torch and nothing else.
 """
 
 from .causal_conv1d import causal_conv1d

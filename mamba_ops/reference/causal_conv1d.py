@@ -1,16 +1,20 @@
 """Causal depthwise convolution over time, in plain PyTorch."""
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 
 
 def causal_conv1d(x, weight, bias=None, *, activation=None, initial_state=None, seq_idx=None, cu_seqlens=None):
-    """out[t] = act(bias + sum_k weight[k] x[t - width + 1 + k]), the sum staying inside t's sequence; returns (out, last_state).
+    """out[t] = act(bias + sum_k weight[k] x[t - width + 1 + k]), the sum staying inside t's sequence.
 
-    x (batch, dim, seqlen), weight (dim, width), bias (dim), initial_state (batch or sequences, dim, width - 1). Samples before the first
-    one come from initial_state (its last column is the most recent) or are zero. last_state holds the last width - 1 samples, in x's dtype.
-    seq_idx (batch, seqlen): a new sequence starts wherever the value changes; negative values are padding, where out is 0.
-    cu_seqlens (sequences + 1): batch is 1 and sequence s is the range cu_seqlens[s] .. cu_seqlens[s + 1]; what follows the last is padding.
+    Returns (out, last_state); last_state holds the last width - 1 samples, in x's dtype.
+    x (batch, dim, seqlen), weight (dim, width), bias (dim), initial_state (batch or sequences, dim, width - 1). Samples
+    before the first one come from initial_state (its last column is the most recent) or are zero.
+    seq_idx (batch, seqlen): a new sequence starts wherever the value changes; negative values are padding, where out is
+    0. cu_seqlens (sequences + 1): batch is 1 and sequence s is the range cu_seqlens[s] .. cu_seqlens[s + 1]; what
+    follows the last sequence is padding.
     """
     if activation not in (None, "none", "silu", "swish"):
         raise ValueError(f"causal_conv1d: activation must be None, 'silu' or 'swish', got {activation!r}")
@@ -33,7 +37,7 @@ def causal_conv1d(x, weight, bias=None, *, activation=None, initial_state=None, 
             initial_state = x.new_zeros(len(ends) - 1, dim, width - 1)
         initial_state = initial_state.to(acc)
         outs, states = [x.new_zeros(1, dim, 0, dtype=acc)], [initial_state[:0]]
-        for s, (start, end) in enumerate(zip(ends, ends[1:])):
+        for s, (start, end) in enumerate(itertools.pairwise(ends)):
             out, state = _convolve(x[:, :, start:end].to(acc), weight, bias, silu, initial_state[s : s + 1], None)
             outs.append(out)
             states.append(state)
@@ -82,7 +86,10 @@ def example_inputs(
     packing=None,
     weight_dtype=None,
 ):
-    """Small random arguments for causal_conv1d; packing is None, "seq_idx" (with padding) or "cu_seqlens" (an empty sequence, a padded tail)."""
+    """Small random arguments for causal_conv1d.
+
+    packing is None, "seq_idx" (with padding) or "cu_seqlens" (with an empty sequence and a padded tail).
+    """
 
     def normal(*shape, dtype=dtype):
         return torch.randn(shape, dtype=torch.float64, generator=generator).to(device=device, dtype=dtype)

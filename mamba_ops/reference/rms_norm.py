@@ -5,13 +5,23 @@ import torch.nn.functional as F
 
 
 def rms_norm(
-    x, weight=None, bias=None, z=None, residual=None, *, eps=1e-5, group_size=None, norm_before_gate=True, residual_in_fp32=False
+    x,
+    weight=None,
+    bias=None,
+    z=None,
+    residual=None,
+    *,
+    eps=1e-5,
+    group_size=None,
+    norm_before_gate=True,
+    residual_in_fp32=False,
 ):
-    """out = v / sqrt(mean(v^2) + eps) weight + bias over the last axis (or groups of it); returns (out, residual_out, rms).
+    """out = v / sqrt(mean(v^2) + eps) weight + bias over the last axis, or over groups of it.
 
-    v = x + residual. With a gate z: out = norm(v) silu(z), or norm(v silu(z)) if not norm_before_gate. x, z, residual (..., dim);
-    weight, bias (dim). residual_out = x + residual in residual's dtype (float32, or float64 for float64 x, if residual_in_fp32), of shape
-    (0,) without residual. rms = sqrt(mean(v^2) + eps), shape x.shape[:-1], or (..., dim / group_size) with group_size.
+    Returns (out, residual_out, rms). v = x + residual. With a gate z: out = norm(v) silu(z), or norm(v silu(z)) if not
+    norm_before_gate. x, z, residual (..., dim); weight, bias (dim). residual_out = x + residual in residual's dtype
+    (float32, or float64 for float64 x, if residual_in_fp32), of shape (0,) without residual.
+    rms = sqrt(mean(v^2) + eps), of x's leading shape, with group_size followed by the number of groups.
     """
     dim = x.shape[-1]
     acc = torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -1,27 +1,48 @@
 """Selective scan (the recurrence of Mamba-1), in plain PyTorch: a loop over time."""
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 
 
 def selective_scan(
-    u, delta, A, B, C, D=None, z=None, delta_bias=None, *, delta_softplus=False, initial_state=None, seq_idx=None, cu_seqlens=None
+    u,
+    delta,
+    A,
+    B,
+    C,
+    D=None,
+    z=None,
+    delta_bias=None,
+    *,
+    delta_softplus=False,
+    initial_state=None,
+    seq_idx=None,
+    cu_seqlens=None,
 ):
-    """h[t] = exp(delta[t] A) h[t-1] + delta[t] B[t] u[t],  y[t] = C[t] . h[t] + D u[t],  out = y silu(z); returns (out, last_state).
+    """h[t] = exp(delta[t] A) h[t-1] + delta[t] B[t] u[t],  y[t] = C[t] . h[t] + D u[t],  out = y silu(z).
 
-    u, delta, z (batch, dim, seqlen); A (dim, dstate); B and C each (dim, dstate), (batch, dstate, seqlen) or
-    (batch, groups, dstate, seqlen), where channel d reads group d // (dim / groups); D, delta_bias (dim);
-    initial_state (batch or sequences, dim, dstate). delta is delta + delta_bias, passed through softplus if delta_softplus.
-    seq_idx (batch, seqlen): the state restarts from zero wherever the value changes; initial_state enters the first sequence of the row.
-    cu_seqlens (sequences + 1): batch is 1, sequence s is the range cu_seqlens[s] .. cu_seqlens[s + 1] with its own initial and last state;
-    what follows the last sequence is padding, where out is 0.
+    Returns (out, last_state). u, delta, z (batch, dim, seqlen); A (dim, dstate); B and C each (dim, dstate),
+    (batch, dstate, seqlen) or (batch, groups, dstate, seqlen), where channel d reads group d // (dim / groups);
+    D, delta_bias (dim); initial_state (batch or sequences, dim, dstate).
+    The step size is delta + delta_bias, passed through softplus if delta_softplus.
+    seq_idx (batch, seqlen): the state restarts from zero wherever the value changes; initial_state enters the first
+    sequence of the row. cu_seqlens (sequences + 1): batch is 1, sequence s is the range cu_seqlens[s] ..
+    cu_seqlens[s + 1] with its own initial and last state; what follows the last sequence is padding, where out is 0.
     """
     if seq_idx is not None and cu_seqlens is not None:
         raise ValueError("selective_scan: seq_idx and cu_seqlens exclude each other")
     batch, dim, seqlen = u.shape
     dstate = A.shape[1]
     acc = torch.float64 if u.dtype == torch.float64 else torch.float32
-    rows = dict(u=u, delta=delta, z=z, B=_per_channel(B, batch, dim, seqlen), C=_per_channel(C, batch, dim, seqlen))
+    rows = {
+        "u": u,
+        "delta": delta,
+        "z": z,
+        "B": _per_channel(B, batch, dim, seqlen),
+        "C": _per_channel(C, batch, dim, seqlen),
+    }
     A = A.to(acc)
     D = A.new_zeros(dim) if D is None else D.to(acc)
     delta_bias = A.new_zeros(dim) if delta_bias is None else delta_bias.to(acc)
@@ -36,7 +57,7 @@ def selective_scan(
             initial_state = A.new_zeros(len(ends) - 1, dim, dstate)
         initial_state = initial_state.to(acc)
         outs, states = [A.new_zeros(1, dim, 0)], [initial_state[:0]]
-        for s, (start, end) in enumerate(zip(ends, ends[1:])):
+        for s, (start, end) in enumerate(itertools.pairwise(ends)):
             piece = {name: t if t is None else t[..., start:end] for name, t in rows.items()}
             out, state = _scan(piece, A, D, delta_bias, delta_softplus, initial_state[s : s + 1], None)
             outs.append(out)
@@ -56,7 +77,9 @@ def _per_channel(matrix, batch, dim, seqlen):
 
 
 def _scan(rows, A, D, delta_bias, delta_softplus, state, seq_idx):
-    u, delta, z, B, C = (rows[name] if rows[name] is None else rows[name].to(A.dtype) for name in ("u", "delta", "z", "B", "C"))
+    u, delta, z, B, C = (
+        rows[name] if rows[name] is None else rows[name].to(A.dtype) for name in ("u", "delta", "z", "B", "C")
+    )
     step = delta + delta_bias[:, None]
     if delta_softplus:
         step = F.softplus(step)  # log1p(exp(x)) up to and at 20, x above
@@ -93,7 +116,8 @@ def example_inputs(
 ):
     """Small random arguments for selective_scan.
 
-    B and C are "constant", "shared" or "grouped"; packing is None, "seq_idx" or "cu_seqlens" (with an empty sequence and a padded tail).
+    B and C are "constant", "shared" or "grouped"; packing is None, "seq_idx" or "cu_seqlens" (with an empty sequence
+    and a padded tail).
     Parameters and states have the accumulation dtype.
     """
     acc = torch.float64 if dtype == torch.float64 else torch.float32
