@@ -42,20 +42,12 @@ def available_backends():
     return backends
 
 
-def pytest_addoption(parser):
-    parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
-
-
-def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: takes minutes; runs with --slow only")
-
-
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("--slow"):
+    if "slow" in config.option.markexpr:
         return
     for item in items:
         if "slow" in item.keywords:
-            item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
+            item.add_marker(pytest.mark.skip(reason="slow: run with -m slow"))
 
 
 def pytest_generate_tests(metafunc):

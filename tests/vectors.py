@@ -47,6 +47,7 @@ def names(prefix, without=()):
 
 def run_backward(vector, arguments, results):
     """Gradients of sum(gout * out), by name, for every input that the vector has a gradient of."""
+    upstream = vector.output_gradients
     wanted = [arguments[name] for name in vector.gradients]
     found = torch.autograd.grad([results[k] for k in upstream], wanted, list(upstream.values()), allow_unused=True)
     return {
