@@ -1,0 +1,240 @@
+// Elementary functions of vectors of float and double, the same code at every level (the last bit may differ between levels: FMA or not).
+// float: exp and log within 2 units in the last place, softplus and silu within 5, wherever the result is a normal number; smaller results within
+// one smallest normal. double: about 1e-15 relative. Zeros, infinities and NaN give the mathematical limits. Polynomials: near-minimax fits.
+#pragma once
+
+#include "cpu/simd.h"
+
+namespace mamba::cpu::MAMBA_CPU_LEVEL {
+
+template <class T>
+struct FloatFormat;
+template <>
+struct FloatFormat<float> {
+  static constexpr int mantissa_bits = 23, bias = 127;
+  static constexpr float rounder = 0x1.8p23f;  // x + rounder rounds x to an integer, which then stands in the low bits
+  static constexpr float smallest_normal = 0x1p-126f, infinity = __builtin_inff(), nan = __builtin_nanf("");
+};
+template <>
+struct FloatFormat<double> {
+  static constexpr int mantissa_bits = 52, bias = 1023;
+  static constexpr double rounder = 0x1.8p52;
+  static constexpr double smallest_normal = 0x1p-1022, infinity = __builtin_inf(), nan = __builtin_nan("");
+};
+
+// ((c0 x + c1) x + c2) x + ...
+template <class V, class... C>
+MAMBA_INLINE V polynomial(V x, Lane<V> first, C... rest) {
+  V sum = broadcast<Lane<V>>(first);
+  ((sum = sum * x + broadcast<Lane<V>>(rest)), ...);
+  return sum;
+}
+
+// The integer nearest to x and its bit form: `shifted` holds n in its low bits. |x| must be below 2^(mantissa_bits - 1).
+template <class V>
+struct Rounded {
+  V shifted, value;
+};
+
+template <class V>
+MAMBA_INLINE Rounded<V> round_nearest(V x) {
+  using T = Lane<V>;
+  const V rounder = broadcast<T>(FloatFormat<T>::rounder);
+  const V shifted = x + rounder;
+  return {shifted, shifted - rounder};
+}
+
+// p 2^n for any integer |n| <= 2 bias (double: 4000), also where 2^n or the result is subnormal or infinite; one rounding.
+template <class V>
+MAMBA_INLINE V scale_by_power(V p, Rounded<V> n) {
+  using T = Lane<V>;
+#if MAMBA_CPU_AVX512
+  if constexpr (sizeof(T) == 4) return bit_cast<V>(_mm512_scalef_ps(bit_cast<__m512>(p), bit_cast<__m512>(n.value)));
+  else return bit_cast<V>(_mm512_scalef_pd(bit_cast<__m512d>(p), bit_cast<__m512d>(n.value)));
+#else
+  // 2^n = 2^k 2^(n - k) with k about n / 2, so that each factor is a normal number.
+  const Rounded<V> half = round_nearest(n.value * T(0.5));
+  const V rest = n.value - half.value;
+  using F = FloatFormat<T>;
+  const IntVec<T> bias = broadcast_int<T>(F::bias);
+  const V factor1 = bit_cast<V>((bit_cast<IntVec<T>>(half.shifted) + bias) << F::mantissa_bits);
+  const V factor2 = bit_cast<V>((bit_cast<IntVec<T>>(rest + F::rounder) + bias) << F::mantissa_bits);
+  return p * factor1 * factor2;
+#endif
+}
+
+// 2^r for |r| <= 1/2
+template <class V>
+MAMBA_INLINE V exp2_fraction(V r) {
+  if constexpr (sizeof(Lane<V>) == 4) {
+    return polynomial(r, 0x1.5bedb0p-10f, 0x1.3ce9e0p-7f, 0x1.c6b6b6p-5f, 0x1.ebf9bep-3f, 0x1.62e42ap-1f, 1.0f);
+  } else {
+    return polynomial(r, 0x1.e81b36499f7c5p-32, 0x1.e612fd5e44f68p-28, 0x1.b5260656e1767p-24, 0x1.62bfcd02e336dp-20,
+                      0x1.ffcbfbfbaeba9p-17, 0x1.4309130c61d6fp-13, 0x1.5d87fe78b34bfp-10, 0x1.3b2ab6fba0fcep-7,
+                      0x1.c6b08d704a0d5p-5, 0x1.ebfbdff82c59dp-3, 0x1.62e42fefa39efp-1, 1.0);
+  }
+}
+
+// 2^x, the exponential of inner loops: within 2.5 units in the last place (float), exact at 0. Without AVX-512 results below 2^-126.5
+// (double: 2^-1022.5) are 0 and those from 2^127.5 (2^1023.5) on infinite, which saves the second scaling.
+template <class V>
+MAMBA_INLINE V exp2(V x) {
+  using T = Lane<V>;
+#if MAMBA_CPU_AVX512
+  if constexpr (sizeof(T) == 4) {
+    // vreduce = x - round(x), which is 0 for an infinite x
+    const __m512 r = _mm512_reduce_ps(bit_cast<__m512>(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return bit_cast<V>(_mm512_scalef_ps(bit_cast<__m512>(exp2_fraction(bit_cast<V>(r))), _mm512_sub_ps(bit_cast<__m512>(x), r)));
+  } else {
+    const __m512d r = _mm512_reduce_pd(bit_cast<__m512d>(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return bit_cast<V>(_mm512_scalef_pd(bit_cast<__m512d>(exp2_fraction(bit_cast<V>(r))), _mm512_sub_pd(bit_cast<__m512d>(x), r)));
+  }
+#else
+  using F = FloatFormat<T>;
+  // Exponent fields 0 and all ones are the factors 0 and infinity.
+  const V clamped = min(broadcast<T>(F::bias + 1), max(broadcast<T>(-F::bias), x));
+  const Rounded<V> n = round_nearest(clamped);
+  const V power = bit_cast<V>((bit_cast<IntVec<T>>(n.shifted) + broadcast_int<T>(F::bias)) << F::mantissa_bits);
+  return exp2_fraction(clamped - n.value) * power;
+#endif
+}
+
+// e^x = fraction 2^n with fraction in about [0.7, 1.42], n clamped to what scale_by_power takes. NaN gives a NaN fraction.
+template <class V>
+struct ExpParts {
+  V fraction;
+  Rounded<V> n;
+};
+
+template <class V>
+MAMBA_INLINE ExpParts<V> exp_parts(V x) {
+  using T = Lane<V>;
+  if constexpr (sizeof(T) == 4) {
+    const V clamped = min(broadcast<T>(100.0f), max(broadcast<T>(-150.0f), x));
+    const Rounded<V> n = round_nearest(clamped * 0x1.715476p0f);
+    const V r = (clamped - n.value * 0x1.62e4p-1f) - n.value * 0x1.7f7d1cp-20f;  // ln 2 in two parts; the first product is exact
+    const V q = polynomial(r, 0x1.6a4f68p-10f, 0x1.123982p-7f, 0x1.5558aep-5f, 0x1.555492p-3f, 0x1.fffffcp-2f);
+    return {(r * r * q + r) + 1.0f, n};
+  } else {
+    const V clamped = min(broadcast<T>(750.0), max(broadcast<T>(-1200.0), x));
+    const Rounded<V> n = round_nearest(clamped * 0x1.71547652b82fep0);
+    const V r = (clamped - n.value * 0x1.62e42fefa3800p-1) - n.value * 0x1.ef35793c76730p-45;
+    const V q = polynomial(r, 0x1.ad99f114050f3p-26, 0x1.28ae09ace3db1p-22, 0x1.71df143b40ce0p-19, 0x1.a0199951f7ef6p-16,
+                           0x1.a01a013230483p-13, 0x1.6c16c1847b41fp-10, 0x1.11111111263f7p-7, 0x1.55555555506aep-5,
+                           0x1.5555555555500p-3, 0.5);
+    return {(r * r * q + r) + 1.0, n};
+  }
+}
+
+template <class V>
+MAMBA_INLINE V exp(V x) {
+  const ExpParts<V> parts = exp_parts(x);
+  return scale_by_power(parts.fraction, parts.n);
+}
+
+// Natural logarithm: x = 2^k m with m in [sqrt(1/2), sqrt(2)), f = m - 1, s = f / (2 + f), log m = 2 atanh(s) = f - s (f - R(s^2)).
+template <class V>
+MAMBA_INLINE V log(V x) {
+  using T = Lane<V>;
+  using F = FloatFormat<T>;
+  using I = IntVec<T>;
+  const I subnormal = x < F::smallest_normal;
+  constexpr T lift = std::is_same_v<T, float> ? T(0x1p25) : T(0x1p54);
+  const V lifted = select(subnormal, x * lift, x);
+  const I root = bit_cast<I>(broadcast<T>(T(0x1.6a09e667f3bcdp-1)));
+  const I exponent = (bit_cast<I>(lifted) - root) >> F::mantissa_bits;
+  const V m = bit_cast<V>(bit_cast<I>(lifted) - (exponent << F::mantissa_bits));
+  const V rounder = broadcast<T>(F::rounder);
+  const V k = (bit_cast<V>(exponent + bit_cast<I>(rounder)) - rounder) -
+              select(subnormal, broadcast<T>(std::is_same_v<T, float> ? T(25) : T(54)), zero<T>());
+  const V f = m - T(1);
+  const V s = f / (f + T(2));
+  const V z = s * s;
+  V r;
+  if constexpr (sizeof(T) == 4) {
+    r = z * polynomial(z, 0x1.31e244p-2f, 0x1.995eccp-2f, 0x1.55557ap-1f);
+  } else {
+    r = z * polynomial(z, 0x1.2f116f5fc5bc4p-3, 0x1.39a09707ea88ep-3, 0x1.746649a202fcep-3, 0x1.c71c51d809d5ep-3,
+                       0x1.249249422a094p-2, 0x1.999999997f9fbp-2, 0x1.5555555555593p-1);
+  }
+  constexpr T ln2_high = std::is_same_v<T, float> ? T(0x1.62e4p-1) : T(0x1.62e42fefa3800p-1);
+  constexpr T ln2_low = std::is_same_v<T, float> ? T(0x1.7f7d1cp-20) : T(0x1.ef35793c76730p-45);
+  const V half = f * f * T(0.5);
+  const V result = k * ln2_high + (f - (half - (s * (half + r) + k * ln2_low)));
+  const V edge = select(I(x == T(0)), broadcast<T>(-F::infinity), select(I(x == F::infinity), x, broadcast<T>(F::nan)));
+  return select(I(I(x > T(0)) & I(x < F::infinity)), result, edge);
+}
+
+// log(1 + x) for 0 <= x <= 1: s = x / (2 + x), 2 atanh(s) = 2 s + s R(s^2)
+template <class V>
+MAMBA_INLINE V log1p_unit(V x) {
+  using T = Lane<V>;
+  const V s = x / (x + T(2));
+  const V z = s * s;
+  V r;
+  if constexpr (sizeof(T) == 4) {
+    r = z * polynomial(z, 0x1.f08cfep-3f, 0x1.b72b5cp-3f, 0x1.250512p-2f, 0x1.9996d8p-2f, 0x1.555558p-1f);
+  } else {
+    r = z * polynomial(z, 0x1.5c84f70ad2a16p-3, 0x1.55a31ebde9d44p-4, 0x1.efdbaee17aa1ep-4, 0x1.10678b78d5971p-3,
+                       0x1.3b1ddffd7bce7p-3, 0x1.745cb3c8deaadp-3, 0x1.c71c741df8785p-3, 0x1.24924920898efp-2,
+                       0x1.99999999a0790p-2, 0x1.5555555555535p-1);
+  }
+  return s * r + (s + s);
+}
+
+// A function and its derivative at the same point.
+template <class V>
+struct WithSlope {
+  V value, slope;
+};
+
+// 1 / (1 + e^-x), from e = e^-|x|: 1 / (1 + e) for x >= 0, e / (1 + e) for x < 0
+template <class V>
+MAMBA_INLINE V sigmoid(V x) {
+  using T = Lane<V>;
+  const V e = exp(-abs(x));
+  return select(IntVec<T>(x >= T(0)), broadcast<T>(1), e) / (e + T(1));
+}
+
+// x if x > 20, else log1p(e^x) = max(x, 0) + log1p(e^-|x|); the slope is 1 if x > 20, else sigmoid(x).
+template <class V>
+MAMBA_INLINE WithSlope<V> softplus_with_slope(V x) {
+  using T = Lane<V>;
+  using I = IntVec<T>;
+  const V e = exp(-abs(x));
+  const I linear = x > T(20);
+  const V value = select(linear, x, max(x, zero<T>()) + log1p_unit(e));
+  const V slope = select(linear, broadcast<T>(1), select(I(x >= T(0)), broadcast<T>(1), e) / (e + T(1)));
+  return {value, slope};
+}
+
+template <class V>
+MAMBA_INLINE V softplus(V x) {
+  return softplus_with_slope(x).value;
+}
+
+// z / (1 + e^-z); for z < 0 it is (z fraction / (1 + e^z)) 2^n: scaled last, because e^z may be subnormal where z e^z is not.
+// The slope is sigmoid(z) (1 + z sigmoid(-z)). -inf gives -0 and 0, the limits.
+template <class V>
+MAMBA_INLINE WithSlope<V> silu_with_slope(V z) {
+  using T = Lane<V>;
+  using I = IntVec<T>;
+  constexpr T bound = std::is_same_v<T, float> ? T(200) : T(1100);
+  const ExpParts<V> parts = exp_parts(-abs(z));
+  const V e = scale_by_power(parts.fraction, parts.n);
+  const V inverse = T(1) / (e + T(1));
+  const I negative = z < T(0);
+  const V bounded = max(broadcast<T>(-bound), z);
+  const V small = scale_by_power(bounded * parts.fraction * inverse, parts.n);
+  const V value = select(negative, small, z * inverse);
+  const V s = select(negative, e * inverse, inverse);
+  const V t = select(negative, inverse, e * inverse);  // sigmoid(-z)
+  return {value, s * (min(broadcast<T>(bound), bounded) * t + T(1))};
+}
+
+template <class V>
+MAMBA_INLINE V silu(V z) {
+  return silu_with_slope(z).value;
+}
+
+}  // namespace mamba::cpu::MAMBA_CPU_LEVEL
