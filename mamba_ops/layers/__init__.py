@@ -1,0 +1,6 @@
+"""Modules with upstream's constructor arguments and state_dict names, built on mamba_ops.ops."""
+
+from .mamba import Mamba
+from .norm import RMSNorm
+
+__all__ = ["Mamba", "RMSNorm"]

@@ -1,0 +1,231 @@
+"""The Mamba-1 mixer: projection, causal convolution, selective scan, gate, projection."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..ops import causal_conv1d, selective_scan
+from .packing import check_packing, zero_padding
+
+
+class HalfPrecisionStepLinear(nn.Linear):
+    """dt_proj of a bfloat16 or float16 layer: an nn.Linear whose bias is float32 and rounded only where it is added.
+
+    In 16 bits a step-size bias of -7 would move in jumps of 0.03, so that small updates never reach it.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight, self.bias.to(self.weight.dtype))
+
+
+class Mamba(nn.Module):
+    """Selective state-space mixer of Mamba-1, with upstream's constructor arguments and state_dict names.
+
+        [x; z] = in_proj(hidden);  x = silu(conv1d(x));  [r; B; C] = x_proj(x);  delta = softplus(dt_proj(r))
+        h[t] = exp(delta[t] A) h[t-1] + delta[t] B[t] x[t],  A = -exp(A_log)
+        out[t] = out_proj((C[t] . h[t] + D x[t]) silu(z[t]))
+
+    Args:
+        d_model: width of input and output.
+        d_state: states per channel.
+        d_conv: taps of the convolution, any number from 1 on.
+        expand: the inner width d_inner is int(expand * d_model).
+        dt_rank: width of the step-size bottleneck; "auto" is ceil(d_model / 16).
+        dt_min, dt_max, dt_init_floor: fresh step sizes are log-uniform in [dt_min, dt_max], but at least dt_init_floor.
+        dt_init: "random" (uniform) or "constant" fresh dt_proj.weight, of size dt_rank ** -0.5 * dt_scale.
+        conv_bias: whether the convolution has a bias.
+        bias: whether in_proj and out_proj have one.
+        use_fast_path: upstream's choice between a fused CUDA kernel and separate calls. Here one path serves every
+            device and dtype, with the projections always called as modules, so both values give the same numbers; it is
+            kept as an attribute.
+        layer_idx: this layer's place in a model, kept as an attribute.
+        device, dtype: of the parameters. A_log, D and dt_proj.bias are never narrower than float32 in a fresh layer.
+
+    Raises ValueError, naming the argument, for sizes below 1, an unknown dt_init and unless 0 < dt_min <= dt_max.
+
+    The projections in_proj, x_proj, dt_proj and out_proj may be replaced by wrappers or quantised linears, and carry
+    hooks. The bias of a plain dt_proj is added inside the scan; any other dt_proj is called as a module. conv1d only
+    holds parameters: it is not called. A_log, D and dt_proj.bias are marked `_no_weight_decay`, dt_proj.bias
+    `_no_reinit`; the marks survive copies, pickling and `to_empty`.
+
+    Gradients reach every parameter and the input; they are the same bits from run to run and for any number of threads
+    in the operators. Under autocast the projections and the sequences run in the autocast dtype, A, D and the states in
+    float32.
+    Source: Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces (2023), section 3.
+
+    >>> layer = Mamba(16)
+    >>> layer(torch.randn(2, 10, 16)).shape
+    torch.Size([2, 10, 16])
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_state: int = 16,
+        d_conv: int = 4,
+        expand: float = 2,
+        dt_rank: int | str = "auto",
+        dt_min: float = 0.001,
+        dt_max: float = 0.1,
+        dt_init: str = "random",
+        dt_scale: float = 1.0,
+        dt_init_floor: float = 1e-4,
+        conv_bias: bool = True,
+        bias: bool = False,
+        use_fast_path: bool = True,
+        layer_idx: int | None = None,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__()
+        for name, value in (("d_model", d_model), ("d_state", d_state), ("d_conv", d_conv)):
+            if value < 1:
+                raise ValueError(f"Mamba: {name} must be at least 1, got {value}")
+        if int(expand * d_model) < 1:
+            raise ValueError(f"Mamba: expand * d_model must be at least 1, got expand = {expand}, d_model = {d_model}")
+        if dt_rank != "auto" and (not isinstance(dt_rank, int) or dt_rank < 1):
+            raise ValueError(f"Mamba: dt_rank must be 'auto' or at least 1, got {dt_rank!r}")
+        if dt_init not in ("random", "constant"):
+            raise ValueError(f"Mamba: dt_init must be 'random' or 'constant', got {dt_init!r}")
+        if not 0 < dt_min <= dt_max:
+            raise ValueError(f"Mamba: dt_min and dt_max must satisfy 0 < dt_min <= dt_max, got {dt_min} and {dt_max}")
+        if not dt_init_floor > 0:
+            raise ValueError(f"Mamba: dt_init_floor must be positive, got {dt_init_floor}")
+        self.d_model = d_model
+        self.d_state = d_state
+        self.d_conv = d_conv
+        self.expand = expand
+        self.d_inner = int(expand * d_model)
+        self.dt_rank = math.ceil(d_model / 16) if dt_rank == "auto" else dt_rank
+        self.dt_min, self.dt_max, self.dt_init_floor = dt_min, dt_max, dt_init_floor
+        self.dt_init, self.dt_scale = dt_init, dt_scale
+        self.use_fast_path = use_fast_path
+        self.layer_idx = layer_idx
+
+        factory = {"device": device, "dtype": dtype}
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        wide = {"device": device, "dtype": torch.promote_types(dtype, torch.float32)}
+        self.in_proj = nn.Linear(d_model, 2 * self.d_inner, bias=bias, **factory)
+        self.conv1d = nn.Conv1d(
+            self.d_inner, self.d_inner, d_conv, groups=self.d_inner, padding=d_conv - 1, bias=conv_bias, **factory
+        )
+        self.x_proj = nn.Linear(self.d_inner, self.dt_rank + 2 * d_state, bias=False, **factory)
+        if wide["dtype"] == dtype:
+            self.dt_proj = nn.Linear(self.dt_rank, self.d_inner, **factory)
+        else:
+            self.dt_proj = HalfPrecisionStepLinear(self.dt_rank, self.d_inner, **factory)
+            self.dt_proj.bias = nn.Parameter(torch.empty(self.d_inner, **wide))
+        self.A_log = nn.Parameter(torch.empty(self.d_inner, d_state, **wide))
+        self.D = nn.Parameter(torch.empty(self.d_inner, **wide))
+        self.out_proj = nn.Linear(self.d_inner, d_model, bias=bias, **factory)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Fresh values for every parameter, also after construction on the meta device and `to_empty`."""
+        for module in (self.in_proj, self.conv1d, self.x_proj, self.out_proj):
+            module.reset_parameters()  # uniform within 1 / sqrt(fan in), biases too
+        for module in (self.in_proj, self.out_proj):
+            if module.bias is not None:
+                module.bias.zero_()
+        bound = self.dt_rank**-0.5 * self.dt_scale
+        if self.dt_init == "random":
+            self.dt_proj.weight.uniform_(-bound, bound)
+        else:
+            self.dt_proj.weight.fill_(bound)
+        step_bias = self.dt_proj.bias
+        uniform = torch.rand(
+            step_bias.shape, device=step_bias.device, dtype=torch.promote_types(step_bias.dtype, torch.float32)
+        )
+        log_min, log_max = math.log(self.dt_min), math.log(self.dt_max)
+        step = torch.exp(log_min + uniform * (log_max - log_min)).clamp(min=self.dt_init_floor)
+        step_bias.copy_(step + torch.log(-torch.expm1(-step)))  # softplus of this is step
+        self.A_log.copy_(torch.arange(1, self.d_state + 1, device=self.A_log.device).to(self.A_log.dtype).log())
+        self.D.fill_(1)
+        self._mark_parameters()
+
+    def _mark_parameters(self) -> None:
+        step_bias = getattr(self.dt_proj, "bias", None)
+        for parameter in (self.A_log, self.D, step_bias):
+            if isinstance(parameter, nn.Parameter):
+                parameter._no_weight_decay = True
+        if isinstance(step_bias, nn.Parameter):
+            step_bias._no_reinit = True
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        self._mark_parameters()  # a move between device types makes new parameters, without the marks
+        return self
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self._mark_parameters()  # deepcopy drops them too
+
+    def _project_step(self, r: Tensor) -> tuple[Tensor, Tensor | None]:
+        """delta and the bias still to be added: the scan does that, in float32, if dt_proj is a plain linear."""
+        dt_proj = self.dt_proj
+        plain = (
+            type(dt_proj) in (nn.Linear, HalfPrecisionStepLinear)
+            and "forward" not in dt_proj.__dict__
+            and not dt_proj._forward_hooks
+            and not dt_proj._forward_pre_hooks
+            and not dt_proj._backward_hooks
+            and not dt_proj._backward_pre_hooks
+        )
+        if plain:
+            return F.linear(r, dt_proj.weight), dt_proj.bias
+        return dt_proj(r), None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        inference_params=None,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """hidden_states (batch, seqlen, d_model) -> the same shape and dtype (under autocast, the autocast dtype).
+
+        seq_idx (batch, seqlen), integer: a new sequence starts wherever the value changes; nothing flows across.
+        cu_seqlens (sequences + 1), int32 or int64: batch is 1, sequence s is cu_seqlens[s] .. cu_seqlens[s + 1]. What
+        follows the last sequence is padding: its content, even NaN, is never used, its output and gradient are 0.
+
+        Raises ValueError for shapes that do not fit and NotImplementedError for inference_params: this layer runs whole
+        sequences and keeps no state between calls.
+        """
+        if inference_params is not None:
+            raise NotImplementedError(
+                "Mamba: inference_params must be None: the layer runs whole sequences and keeps no state between calls"
+            )
+        if hidden_states.dim() != 3 or hidden_states.shape[2] != self.d_model:
+            raise ValueError(
+                f"Mamba: hidden_states must have shape (batch, seqlen, d_model = {self.d_model}), "
+                f"got {tuple(hidden_states.shape)}"
+            )
+        check_packing("Mamba", hidden_states, seq_idx, cu_seqlens)
+        borders = {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
+
+        xz = self.in_proj(zero_padding(hidden_states, cu_seqlens))
+        # Views (batch, d_inner, seqlen) with stride(1) == 1: convolution and scan read and write that layout.
+        x, z = xz.transpose(1, 2).chunk(2, dim=1)
+        x, _ = causal_conv1d(x, self.conv1d.weight.squeeze(1), self.conv1d.bias, activation="silu", **borders)
+        r, B, C = self.x_proj(x.transpose(1, 2)).split([self.dt_rank, self.d_state, self.d_state], dim=2)
+        delta, delta_bias = self._project_step(r)
+        y, _ = selective_scan(
+            x,
+            delta.transpose(1, 2),
+            -torch.exp(self.A_log.to(torch.promote_types(self.A_log.dtype, torch.float32))),
+            B.transpose(1, 2),
+            C.transpose(1, 2),
+            self.D,
+            z,
+            delta_bias,
+            delta_softplus=True,
+            **borders,
+        )
+        return zero_padding(self.out_proj(y.transpose(1, 2)), cu_seqlens)
+
+    def extra_repr(self) -> str:
+        names = ("d_model", "d_state", "d_conv", "d_inner", "dt_rank")
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)

@@ -1,0 +1,163 @@
+"""A language model of Mamba blocks: embedding, pre-norm residual blocks, final norm, tied head."""
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from ..layers import Mamba, RMSNorm
+from ..layers.packing import check_packing, zero_padding
+from .checkpoint import load_model, save_model
+from .config import MambaConfig
+
+
+class MambaBlock(nn.Module):
+    """residual = residual + hidden;  hidden = mixer(norm(residual)); returns (hidden, residual), the sum being left to
+    the next norm.
+
+    hidden (batch, seqlen, d_model); residual the same, or None in front of the first block.
+    """
+
+    def __init__(self, config: MambaConfig, layer_idx: int, device=None, dtype=None) -> None:
+        super().__init__()
+        self.residual_in_fp32 = config.residual_in_fp32
+        self.norm = RMSNorm(config.d_model, config.norm_epsilon, device=device, dtype=dtype)
+        self.mixer = Mamba(config.d_model, **config.mixer_arguments, layer_idx=layer_idx, device=device, dtype=dtype)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        residual: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        hidden, residual = self.norm(hidden, residual, prenorm=True, residual_in_fp32=self.residual_in_fp32)
+        return self.dropout(self.mixer(hidden, seq_idx=seq_idx, cu_seqlens=cu_seqlens)), residual
+
+
+class MambaBackbone(nn.Module):
+    """Token numbers (batch, seqlen) -> normalised hidden states (batch, seqlen, d_model)."""
+
+    def __init__(self, config: MambaConfig, activation_checkpointing: bool = False, device=None, dtype=None) -> None:
+        super().__init__()
+        self.activation_checkpointing = activation_checkpointing
+        self.embedding = nn.Embedding(config.padded_vocab_size, config.d_model, device=device, dtype=dtype)
+        self.dropout = nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList(MambaBlock(config, i, device, dtype) for i in range(config.n_layer))
+        self.norm_f = RMSNorm(config.d_model, config.norm_epsilon, device=device, dtype=dtype)
+
+    def forward(self, input_ids: Tensor, seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+        hidden, residual = self.dropout(self.embedding(input_ids)), None
+        for layer in self.layers:
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                hidden, residual = torch.utils.checkpoint.checkpoint(
+                    layer, hidden, residual, seq_idx, cu_seqlens, use_reentrant=False
+                )
+            else:
+                hidden, residual = layer(hidden, residual, seq_idx, cu_seqlens)
+        return zero_padding(self.norm_f(hidden, residual), cu_seqlens)
+
+
+class MambaLM(nn.Module):
+    """Mamba language model: logits of the next token at every position; state_dict names are upstream's.
+
+    Args:
+        config: sizes and options.
+        activation_checkpointing: keep only the blocks' inputs in training and run each block again in the backward
+            pass. It can be switched later by `model.backbone.activation_checkpointing`; the numbers are the same.
+        device, dtype: of the parameters; A_log, D and the step-size biases are never narrower than float32 in a fresh
+            model.
+
+    Fresh values: embedding normal with standard deviation initializer_range, biases of linear layers 0, out_proj as any
+    linear layer but divided by sqrt(n_layer), the rest as layers.Mamba. The embedding has padded_vocab_size rows;
+    logits have vocab_size columns.
+    Raises ValueError for input_ids that are not integers of shape (batch, seqlen).
+    Source: Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces (2023).
+
+    >>> model = MambaLM(MambaConfig(d_model=16, n_layer=2, vocab_size=30))
+    >>> model(torch.randint(30, (2, 10))).shape
+    torch.Size([2, 10, 30])
+    """
+
+    def __init__(self, config: MambaConfig, activation_checkpointing: bool = False, device=None, dtype=None) -> None:
+        super().__init__()
+        self.config = config
+        self.backbone = MambaBackbone(config, activation_checkpointing, device, dtype)
+        self.lm_head = nn.Linear(config.d_model, config.padded_vocab_size, bias=False, device=device, dtype=dtype)
+        self.tie_weights()
+        self.reset_parameters()
+
+    def tie_weights(self) -> None:
+        """Lets a head that is a plain linear layer use the embedding's weight, if the configuration says so."""
+        if self.config.tie_embeddings and type(self.lm_head) is nn.Linear:
+            self.lm_head.weight = self.backbone.embedding.weight
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Fresh values for every parameter, also after construction on the meta device and `to_empty`."""
+        if not self.config.tie_embeddings:
+            self.lm_head.reset_parameters()
+        nn.init.normal_(self.backbone.embedding.weight, std=self.config.initializer_range)
+        for layer in self.backbone.layers:
+            layer.norm.reset_parameters()
+            layer.mixer.reset_parameters()
+            layer.mixer.out_proj.weight /= len(self.backbone.layers) ** 0.5
+        self.backbone.norm_f.reset_parameters()
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        self.tie_weights()  # a move between device types makes a new parameter of each of the two names
+        return self
+
+    def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):
+        """As nn.Module; lm_head.weight may be absent when it is tied."""
+        embedding = state_dict.get("backbone.embedding.weight")
+        if self.config.tie_embeddings and "lm_head.weight" not in state_dict and embedding is not None:
+            state_dict = {**state_dict, "lm_head.weight": embedding}
+        result = super().load_state_dict(state_dict, strict, assign)
+        self.tie_weights()
+        return result
+
+    def forward(self, input_ids: Tensor, seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+        """input_ids (batch, seqlen) -> logits (batch, seqlen, vocab_size); position t predicts token t + 1.
+
+        seq_idx (batch, seqlen) or cu_seqlens (sequences + 1) separate packed sequences, as in layers.Mamba; behind the
+        last sequence of cu_seqlens the logits are 0 (the token numbers there are not used, but must be valid).
+        """
+        if input_ids.dim() != 2 or input_ids.is_floating_point():
+            raise ValueError(
+                f"MambaLM: input_ids must be integers of shape (batch, seqlen), "
+                f"got {input_ids.dtype} of shape {tuple(input_ids.shape)}"
+            )
+        check_packing("MambaLM", input_ids, seq_idx, cu_seqlens)
+        return self.lm_head(self.backbone(input_ids, seq_idx, cu_seqlens))[..., : self.config.vocab_size]
+
+    def loss(
+        self,
+        input_ids: Tensor,
+        targets: Tensor,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        ignore_index: int = -100,
+    ) -> Tensor:
+        """Mean cross-entropy in nats: targets[:, t], of shape (batch, seqlen), is the token after input_ids[:, t].
+
+        Positions whose target is ignore_index do not count. The sum is taken in float32 (float64 for a float64 model).
+        """
+        if targets.shape != input_ids.shape:
+            raise ValueError(f"MambaLM: targets must have shape {tuple(input_ids.shape)}, got {tuple(targets.shape)}")
+        logits = self(input_ids, seq_idx, cu_seqlens).flatten(0, 1)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(logits, targets.flatten(), ignore_index=ignore_index)
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Writes config.json and model.safetensors (tied weights once) into the directory, which is made if need be."""
+        save_model(self, directory)
+
+    @classmethod
+    def from_pretrained(cls, directory: str | Path, device=None, dtype=None) -> "MambaLM":
+        """The model that save_pretrained wrote, in evaluation mode; dtype None keeps the stored one."""
+        return load_model(cls, MambaConfig, directory, device, dtype)
