@@ -21,6 +21,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
 CSRC = ROOT / "csrc"
+RECORD = "_build.json"  # beside the library: what it was built from and for
 TORCH_TARGET = (2, 10)  # oldest torch the library loads in
 
 COMMON_FLAGS = [
@@ -146,8 +147,15 @@ class BuildLibraries(build_ext):
         objects = [str(unit.object) for unit in units]
         run([*compiler, *shared, *objects, f"-L{torch_path / 'lib'}", "-ltorch_cpu", "-o", str(partial)], "linking _C.so")
         partial.replace(library)
-        library.with_name("_build.json").write_text(json.dumps(self.describe(compiler, torch_path), indent=1) + "\n")
+        library.with_name(RECORD).write_text(json.dumps(self.describe(compiler, torch_path), indent=1) + "\n")
         print("mamba_ops: built the CPU library; CUDA kernels are not part of this version", flush=True)
+
+    def copy_extensions_to_source(self) -> None:
+        """Editable installs: the record goes where the library goes."""
+        super().copy_extensions_to_source()
+        for ext in self.extensions:
+            built = Path(self.build_lib) / self.get_ext_filename(ext.name)
+            shutil.copy(built.with_name(RECORD), ROOT / "mamba_ops" / RECORD)
 
     def describe(self, compiler: list[str], torch_path: Path) -> dict[str, object]:
         """What `python -m mamba_ops` prints and what a failed import compares with."""

@@ -15,10 +15,15 @@ void run_parallel(int64_t count, void (*task)(void*, int64_t, int64_t), void* co
 
 namespace MAMBA_CPU_LEVEL {
 
+// Calls body(begin, end) for ranges that cover 0..count-1; up to `serial` items are not worth waking a second thread.
 template <class F>
-inline void parallel_for(int64_t count, F&& body) {
-  run_parallel(count, [](void* context, int64_t begin, int64_t end) { (*static_cast<F*>(context))(begin, end); },
-               const_cast<void*>(static_cast<const void*>(&body)));
+inline void parallel_for(int64_t count, const F& body, int64_t serial = 1) {
+  if (count <= serial) {
+    if (count > 0) body(int64_t{0}, count);
+    return;
+  }
+  run_parallel(count, [](void* context, int64_t begin, int64_t end) { (*static_cast<const F*>(context))(begin, end); },
+               const_cast<F*>(&body));
 }
 
 // Uninitialised, 64-byte aligned memory for `count` objects of a trivial type.

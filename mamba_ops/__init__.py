@@ -1,0 +1,9 @@
+"""Mamba state-space models as PyTorch custom operators, with first-class CPU kernels and verified gradients.
+
+The operators are `torch.ops.mamba.*`; the functions here document them and call them.
+"""
+
+from ._version import __version__
+from .ops import rms_norm
+
+__all__ = ["__version__", "rms_norm"]

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Sets everything up and runs the tests. Arguments go to pytest.
+source "$(dirname "$0")/environment.sh"
+install_package test
+say "lint"
+ruff check . && ruff format --check .
+git ls-files -z 'csrc/*.h' 'csrc/*.cpp' | xargs -0 clang-format --dry-run --Werror
+say "tests"
+python -m pytest -q "$@"
