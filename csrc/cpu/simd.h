@@ -1,7 +1,7 @@
 // Vectors of the level's native width over GCC/Clang vector extensions: one source for AVX-512, AVX2, SSE2, NEON and anything else.
-// +, -, *, /, comparisons, `mask ? a : b`, &, |, <<, >> are the compiler's own; a * b + c contracts to a fused multiply-add where the level has one.
-// Every function is always inlined (see level.h). Arithmetic happens in float or double only; 16-bit types are converted on load and store.
-// Vector mathematics (exp, log, softplus, ...) stands in simd_math.h.
+// +, -, *, /, comparisons, `mask ? a : b`, &, |, <<, >> are the compiler's own; a * b + c contracts to a fused multiply-add where the level
+// has one. Every function is always inlined (see level.h). Arithmetic happens in float or double only; 16-bit types are converted on load
+// and store. Vector mathematics (exp, log, softplus, ...) stands in simd_math.h.
 #pragma once
 
 #include <cstddef>
@@ -84,11 +84,15 @@ MAMBA_INLINE V select(M mask, V a, V b) {
 template <class V>
 MAMBA_INLINE V max(V a, V b) {
 #if MAMBA_CPU_AVX512
-  if constexpr (sizeof(Lane<V>) == 4) return bit_cast<V>(_mm512_max_ps(bit_cast<__m512>(a), bit_cast<__m512>(b)));
-  else return bit_cast<V>(_mm512_max_pd(bit_cast<__m512d>(a), bit_cast<__m512d>(b)));
+  if constexpr (sizeof(Lane<V>) == 4)
+    return bit_cast<V>(_mm512_max_ps(bit_cast<__m512>(a), bit_cast<__m512>(b)));
+  else
+    return bit_cast<V>(_mm512_max_pd(bit_cast<__m512d>(a), bit_cast<__m512d>(b)));
 #elif MAMBA_CPU_AVX2
-  if constexpr (sizeof(Lane<V>) == 4) return bit_cast<V>(_mm256_max_ps(bit_cast<__m256>(a), bit_cast<__m256>(b)));
-  else return bit_cast<V>(_mm256_max_pd(bit_cast<__m256d>(a), bit_cast<__m256d>(b)));
+  if constexpr (sizeof(Lane<V>) == 4)
+    return bit_cast<V>(_mm256_max_ps(bit_cast<__m256>(a), bit_cast<__m256>(b)));
+  else
+    return bit_cast<V>(_mm256_max_pd(bit_cast<__m256d>(a), bit_cast<__m256d>(b)));
 #else
   return a > b ? a : b;
 #endif
@@ -97,11 +101,15 @@ MAMBA_INLINE V max(V a, V b) {
 template <class V>
 MAMBA_INLINE V min(V a, V b) {
 #if MAMBA_CPU_AVX512
-  if constexpr (sizeof(Lane<V>) == 4) return bit_cast<V>(_mm512_min_ps(bit_cast<__m512>(a), bit_cast<__m512>(b)));
-  else return bit_cast<V>(_mm512_min_pd(bit_cast<__m512d>(a), bit_cast<__m512d>(b)));
+  if constexpr (sizeof(Lane<V>) == 4)
+    return bit_cast<V>(_mm512_min_ps(bit_cast<__m512>(a), bit_cast<__m512>(b)));
+  else
+    return bit_cast<V>(_mm512_min_pd(bit_cast<__m512d>(a), bit_cast<__m512d>(b)));
 #elif MAMBA_CPU_AVX2
-  if constexpr (sizeof(Lane<V>) == 4) return bit_cast<V>(_mm256_min_ps(bit_cast<__m256>(a), bit_cast<__m256>(b)));
-  else return bit_cast<V>(_mm256_min_pd(bit_cast<__m256d>(a), bit_cast<__m256d>(b)));
+  if constexpr (sizeof(Lane<V>) == 4)
+    return bit_cast<V>(_mm256_min_ps(bit_cast<__m256>(a), bit_cast<__m256>(b)));
+  else
+    return bit_cast<V>(_mm256_min_pd(bit_cast<__m256d>(a), bit_cast<__m256d>(b)));
 #else
   return a < b ? a : b;
 #endif
@@ -117,16 +125,22 @@ MAMBA_INLINE V abs(V x) {
 template <class V>
 MAMBA_INLINE V sqrt(V x) {
 #if MAMBA_CPU_AVX512
-  if constexpr (sizeof(Lane<V>) == 4) return bit_cast<V>(_mm512_sqrt_ps(bit_cast<__m512>(x)));
-  else return bit_cast<V>(_mm512_sqrt_pd(bit_cast<__m512d>(x)));
+  if constexpr (sizeof(Lane<V>) == 4)
+    return bit_cast<V>(_mm512_sqrt_ps(bit_cast<__m512>(x)));
+  else
+    return bit_cast<V>(_mm512_sqrt_pd(bit_cast<__m512d>(x)));
 #elif MAMBA_CPU_AVX2
-  if constexpr (sizeof(Lane<V>) == 4) return bit_cast<V>(_mm256_sqrt_ps(bit_cast<__m256>(x)));
-  else return bit_cast<V>(_mm256_sqrt_pd(bit_cast<__m256d>(x)));
+  if constexpr (sizeof(Lane<V>) == 4)
+    return bit_cast<V>(_mm256_sqrt_ps(bit_cast<__m256>(x)));
+  else
+    return bit_cast<V>(_mm256_sqrt_pd(bit_cast<__m256d>(x)));
 #else
   V root;
   for (int i = 0; i < Simd<Lane<V>>::width; ++i) {
-    if constexpr (sizeof(Lane<V>) == 4) root[i] = __builtin_sqrtf(x[i]);
-    else root[i] = __builtin_sqrt(x[i]);
+    if constexpr (sizeof(Lane<V>) == 4)
+      root[i] = __builtin_sqrtf(x[i]);
+    else
+      root[i] = __builtin_sqrt(x[i]);
   }
   return root;
 #endif
@@ -190,17 +204,23 @@ MAMBA_INLINE Vec<T> load_as(const S* from) {
       floats = bit_cast<F>(widen_bf16(__builtin_convertvector(narrow, Wide)));
     } else {
 #if MAMBA_CPU_AVX512
-      if constexpr (width == 16) floats = bit_cast<F>(_mm512_cvtph_ps(bit_cast<__m256i>(narrow)));
-      else floats = bit_cast<F>(_mm256_cvtph_ps(bit_cast<__m128i>(narrow)));
+      if constexpr (width == 16)
+        floats = bit_cast<F>(_mm512_cvtph_ps(bit_cast<__m256i>(narrow)));
+      else
+        floats = bit_cast<F>(_mm256_cvtph_ps(bit_cast<__m128i>(narrow)));
 #elif MAMBA_CPU_AVX2
-      if constexpr (width == 8) floats = bit_cast<F>(_mm256_cvtph_ps(bit_cast<__m128i>(narrow)));
-      else floats = bit_cast<F>(_mm_cvtph_ps(_mm_cvtsi64_si128(bit_cast<long long>(narrow))));
+      if constexpr (width == 8)
+        floats = bit_cast<F>(_mm256_cvtph_ps(bit_cast<__m128i>(narrow)));
+      else
+        floats = bit_cast<F>(_mm_cvtph_ps(_mm_cvtsi64_si128(bit_cast<long long>(narrow))));
 #else
       floats = bit_cast<F>(widen_f16(__builtin_convertvector(narrow, Wide)));
 #endif
     }
-    if constexpr (std::is_same_v<T, float>) to = floats;
-    else to = __builtin_convertvector(floats, Vec<T>);
+    if constexpr (std::is_same_v<T, float>)
+      to = floats;
+    else
+      to = __builtin_convertvector(floats, Vec<T>);
   }
   return to;
 }
@@ -219,18 +239,24 @@ MAMBA_INLINE void store_as(S* to, V from) {
     using Wide = typename VectorOf<uint32_t, width>::type;
     using F = typename VectorOf<float, width>::type;
     F floats;
-    if constexpr (std::is_same_v<T, float>) floats = from;
-    else floats = __builtin_convertvector(from, F);
+    if constexpr (std::is_same_v<T, float>)
+      floats = from;
+    else
+      floats = __builtin_convertvector(from, F);
     Narrow narrow;
     if constexpr (std::is_same_v<S, bf16>) {
       narrow = __builtin_convertvector(narrow_bf16(bit_cast<Wide>(floats)), Narrow);
     } else {
 #if MAMBA_CPU_AVX512
-      if constexpr (width == 16) narrow = bit_cast<Narrow>(_mm512_cvtps_ph(bit_cast<__m512>(floats), _MM_FROUND_TO_NEAREST_INT));
-      else narrow = bit_cast<Narrow>(_mm256_cvtps_ph(bit_cast<__m256>(floats), _MM_FROUND_TO_NEAREST_INT));
+      if constexpr (width == 16)
+        narrow = bit_cast<Narrow>(_mm512_cvtps_ph(bit_cast<__m512>(floats), _MM_FROUND_TO_NEAREST_INT));
+      else
+        narrow = bit_cast<Narrow>(_mm256_cvtps_ph(bit_cast<__m256>(floats), _MM_FROUND_TO_NEAREST_INT));
 #elif MAMBA_CPU_AVX2
-      if constexpr (width == 8) narrow = bit_cast<Narrow>(_mm256_cvtps_ph(bit_cast<__m256>(floats), _MM_FROUND_TO_NEAREST_INT));
-      else narrow = bit_cast<Narrow>(_mm_cvtsi128_si64(_mm_cvtps_ph(bit_cast<__m128>(floats), _MM_FROUND_TO_NEAREST_INT)));
+      if constexpr (width == 8)
+        narrow = bit_cast<Narrow>(_mm256_cvtps_ph(bit_cast<__m256>(floats), _MM_FROUND_TO_NEAREST_INT));
+      else
+        narrow = bit_cast<Narrow>(_mm_cvtsi128_si64(_mm_cvtps_ph(bit_cast<__m128>(floats), _MM_FROUND_TO_NEAREST_INT)));
 #else
       narrow = __builtin_convertvector(narrow_f16(bit_cast<Wide>(floats)), Narrow);
 #endif
@@ -332,8 +358,10 @@ MAMBA_INLINE V sum_each(V (&v)[Simd<Lane<V>>::width]) {
 
 template <int Block, class V>
 MAMBA_INLINE V sum_all(V v) {
-  if constexpr (Block > 0) return sum_all<Block / 2>(v + shuffle<SwapBlocks<Simd<Lane<V>>::width, Block>>(v, v));
-  else return v;
+  if constexpr (Block > 0)
+    return sum_all<Block / 2>(v + shuffle<SwapBlocks<Simd<Lane<V>>::width, Block>>(v, v));
+  else
+    return v;
 }
 
 // The sum of the lanes, in the tree order of sum_each.
@@ -342,24 +370,25 @@ MAMBA_INLINE Lane<V> sum(V v) {
   return sum_all<Simd<Lane<V>>::width / 2>(v)[0];
 }
 
-template <int Block, class V>
+// Transposes every Rows x Rows block of rows[0..Rows) in place; Rows is a power of two up to the width.
+template <int Rows, int Block = 1, class V>
 MAMBA_INLINE void transpose_blocks(V* rows) {
   constexpr int width = Simd<Lane<V>>::width;
-  if constexpr (Block < width) {
-    for (int i = 0; i < width; ++i) {
+  if constexpr (Block < Rows) {
+    for (int i = 0; i < Rows; ++i) {
       if (i & Block) continue;
       const V a = rows[i], b = rows[i + Block];
       rows[i] = shuffle<LowBlocks<width, Block>>(a, b);
       rows[i + Block] = shuffle<HighBlocks<width, Block>>(a, b);
     }
-    transpose_blocks<Block * 2>(rows);
+    transpose_blocks<Rows, Block * 2>(rows);
   }
 }
 
 // rows[i][j] <-> rows[j][i], in place (width rows of width lanes).
 template <class V>
 MAMBA_INLINE void transpose(V (&rows)[Simd<Lane<V>>::width]) {
-  transpose_blocks<1>(rows);
+  transpose_blocks<Simd<Lane<V>>::width>(rows);
 }
 
 }  // namespace mamba::cpu::MAMBA_CPU_LEVEL

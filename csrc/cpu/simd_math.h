@@ -1,6 +1,7 @@
 // Elementary functions of vectors of float and double, the same code at every level (the last bit may differ between levels: FMA or not).
-// float: exp and log within 2 units in the last place, softplus and silu within 5, wherever the result is a normal number; smaller results within
-// one smallest normal. double: about 1e-15 relative. Zeros, infinities and NaN give the mathematical limits. Polynomials: near-minimax fits.
+// float: exp and log within 2 units in the last place, softplus and silu within 5, wherever the result is a normal number; smaller results
+// within one smallest normal. double: about 1e-15 relative. Zeros, infinities and NaN give the mathematical limits. Polynomials:
+// near-minimax fits.
 #pragma once
 
 #include "cpu/simd.h"
@@ -49,8 +50,10 @@ template <class V>
 MAMBA_INLINE V scale_by_power(V p, Rounded<V> n) {
   using T = Lane<V>;
 #if MAMBA_CPU_AVX512
-  if constexpr (sizeof(T) == 4) return bit_cast<V>(_mm512_scalef_ps(bit_cast<__m512>(p), bit_cast<__m512>(n.value)));
-  else return bit_cast<V>(_mm512_scalef_pd(bit_cast<__m512d>(p), bit_cast<__m512d>(n.value)));
+  if constexpr (sizeof(T) == 4)
+    return bit_cast<V>(_mm512_scalef_ps(bit_cast<__m512>(p), bit_cast<__m512>(n.value)));
+  else
+    return bit_cast<V>(_mm512_scalef_pd(bit_cast<__m512d>(p), bit_cast<__m512d>(n.value)));
 #else
   // 2^n = 2^k 2^(n - k) with k about n / 2, so that each factor is a normal number.
   const Rounded<V> half = round_nearest(n.value * T(0.5));
@@ -69,9 +72,9 @@ MAMBA_INLINE V exp2_fraction(V r) {
   if constexpr (sizeof(Lane<V>) == 4) {
     return polynomial(r, 0x1.5bedb0p-10f, 0x1.3ce9e0p-7f, 0x1.c6b6b6p-5f, 0x1.ebf9bep-3f, 0x1.62e42ap-1f, 1.0f);
   } else {
-    return polynomial(r, 0x1.e81b36499f7c5p-32, 0x1.e612fd5e44f68p-28, 0x1.b5260656e1767p-24, 0x1.62bfcd02e336dp-20,
-                      0x1.ffcbfbfbaeba9p-17, 0x1.4309130c61d6fp-13, 0x1.5d87fe78b34bfp-10, 0x1.3b2ab6fba0fcep-7,
-                      0x1.c6b08d704a0d5p-5, 0x1.ebfbdff82c59dp-3, 0x1.62e42fefa39efp-1, 1.0);
+    return polynomial(r, 0x1.e81b36499f7c5p-32, 0x1.e612fd5e44f68p-28, 0x1.b5260656e1767p-24, 0x1.62bfcd02e336dp-20, 0x1.ffcbfbfbaeba9p-17,
+                      0x1.4309130c61d6fp-13, 0x1.5d87fe78b34bfp-10, 0x1.3b2ab6fba0fcep-7, 0x1.c6b08d704a0d5p-5, 0x1.ebfbdff82c59dp-3,
+                      0x1.62e42fefa39efp-1, 1.0);
   }
 }
 
@@ -119,9 +122,9 @@ MAMBA_INLINE ExpParts<V> exp_parts(V x) {
     const V clamped = min(broadcast<T>(750.0), max(broadcast<T>(-1200.0), x));
     const Rounded<V> n = round_nearest(clamped * 0x1.71547652b82fep0);
     const V r = (clamped - n.value * 0x1.62e42fefa3800p-1) - n.value * 0x1.ef35793c76730p-45;
-    const V q = polynomial(r, 0x1.ad99f114050f3p-26, 0x1.28ae09ace3db1p-22, 0x1.71df143b40ce0p-19, 0x1.a0199951f7ef6p-16,
-                           0x1.a01a013230483p-13, 0x1.6c16c1847b41fp-10, 0x1.11111111263f7p-7, 0x1.55555555506aep-5,
-                           0x1.5555555555500p-3, 0.5);
+    const V q =
+        polynomial(r, 0x1.ad99f114050f3p-26, 0x1.28ae09ace3db1p-22, 0x1.71df143b40ce0p-19, 0x1.a0199951f7ef6p-16, 0x1.a01a013230483p-13,
+                   0x1.6c16c1847b41fp-10, 0x1.11111111263f7p-7, 0x1.55555555506aep-5, 0x1.5555555555500p-3, 0.5);
     return {(r * r * q + r) + 1.0, n};
   }
 }
@@ -154,8 +157,8 @@ MAMBA_INLINE V log(V x) {
   if constexpr (sizeof(T) == 4) {
     r = z * polynomial(z, 0x1.31e244p-2f, 0x1.995eccp-2f, 0x1.55557ap-1f);
   } else {
-    r = z * polynomial(z, 0x1.2f116f5fc5bc4p-3, 0x1.39a09707ea88ep-3, 0x1.746649a202fcep-3, 0x1.c71c51d809d5ep-3,
-                       0x1.249249422a094p-2, 0x1.999999997f9fbp-2, 0x1.5555555555593p-1);
+    r = z * polynomial(z, 0x1.2f116f5fc5bc4p-3, 0x1.39a09707ea88ep-3, 0x1.746649a202fcep-3, 0x1.c71c51d809d5ep-3, 0x1.249249422a094p-2,
+                       0x1.999999997f9fbp-2, 0x1.5555555555593p-1);
   }
   constexpr T ln2_high = std::is_same_v<T, float> ? T(0x1.62e4p-1) : T(0x1.62e42fefa3800p-1);
   constexpr T ln2_low = std::is_same_v<T, float> ? T(0x1.7f7d1cp-20) : T(0x1.ef35793c76730p-45);
@@ -175,9 +178,8 @@ MAMBA_INLINE V log1p_unit(V x) {
   if constexpr (sizeof(T) == 4) {
     r = z * polynomial(z, 0x1.f08cfep-3f, 0x1.b72b5cp-3f, 0x1.250512p-2f, 0x1.9996d8p-2f, 0x1.555558p-1f);
   } else {
-    r = z * polynomial(z, 0x1.5c84f70ad2a16p-3, 0x1.55a31ebde9d44p-4, 0x1.efdbaee17aa1ep-4, 0x1.10678b78d5971p-3,
-                       0x1.3b1ddffd7bce7p-3, 0x1.745cb3c8deaadp-3, 0x1.c71c741df8785p-3, 0x1.24924920898efp-2,
-                       0x1.99999999a0790p-2, 0x1.5555555555535p-1);
+    r = z * polynomial(z, 0x1.5c84f70ad2a16p-3, 0x1.55a31ebde9d44p-4, 0x1.efdbaee17aa1ep-4, 0x1.10678b78d5971p-3, 0x1.3b1ddffd7bce7p-3,
+                       0x1.745cb3c8deaadp-3, 0x1.c71c741df8785p-3, 0x1.24924920898efp-2, 0x1.99999999a0790p-2, 0x1.5555555555535p-1);
   }
   return s * r + (s + s);
 }
