@@ -115,17 +115,22 @@ class Unit:
         weak = [fields[2] for fields in map(str.split, lines) if len(fields) == 3 and fields[1] in "WVu"]
         foreign = [name for name in weak if self.label not in name and not name.startswith("DW.ref.")]
         if foreign:
-            raise SystemExit(f"mamba_ops: {self.source.name} [{self.label}] leaves weak symbols outside its level: {foreign}")
+            raise SystemExit(
+                f"mamba_ops: {self.source.name} [{self.label}] leaves weak symbols outside its level: {foreign}"
+            )
 
 
 class BuildLibraries(build_ext):
     def get_ext_filename(self, fullname: str) -> str:
-        return os.path.join(*fullname.split(".")) + ".so"  # no Python version in the name: the library has no Python symbol
+        return (
+            os.path.join(*fullname.split(".")) + ".so"
+        )  # no Python version in the name: the library has no Python symbol
 
     def build_extension(self, ext: Extension) -> None:
         torch_path = torch_folder()
         compiler = shlex.split(find_compiler())
-        folder = Path(self.build_temp).resolve()
+        # In the checkout where that can be written, so that a second build compiles what has changed only.
+        folder = ROOT / "build" / "objects" if os.access(ROOT, os.W_OK) else Path(self.build_temp).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         target = f"0x{TORCH_TARGET[0]:02x}{TORCH_TARGET[1]:02x}000000000000"
         flags = [*compiler, *COMMON_FLAGS, f"-I{CSRC}", f"-ffile-prefix-map={ROOT}=mamba_ops"]
@@ -143,9 +148,16 @@ class BuildLibraries(build_ext):
         library = Path(self.get_ext_fullpath(ext.name)).resolve()
         library.parent.mkdir(parents=True, exist_ok=True)
         partial = library.with_suffix(".so.partial")
-        shared = ["-dynamiclib", "-undefined", "dynamic_lookup"] if platform.system() == "Darwin" else ["-shared", "-s"]
+        shared = (
+            ["-dynamiclib", "-undefined", "dynamic_lookup"]
+            if platform.system() == "Darwin"
+            else ["-shared", "-s", "-Wl,--no-undefined"]
+        )
         objects = [str(unit.object) for unit in units]
-        run([*compiler, *shared, *objects, f"-L{torch_path / 'lib'}", "-ltorch_cpu", "-o", str(partial)], "linking _C.so")
+        run(
+            [*compiler, *shared, *objects, f"-L{torch_path / 'lib'}", "-ltorch_cpu", "-o", str(partial)],
+            "linking _C.so",
+        )
         partial.replace(library)
         library.with_name(RECORD).write_text(json.dumps(self.describe(compiler, torch_path), indent=1) + "\n")
         print("mamba_ops: built the CPU library; CUDA kernels are not part of this version", flush=True)

@@ -56,7 +56,7 @@ def load(folder: Path = FOLDER) -> None:
     try:
         torch.ops.load_library(str(library))
     except OSError as error:
-        raise explain(folder, loading_problem(library, str(error))) from None
+        raise explain(folder, loading_problem(library, str(error.__cause__ or error))) from None
     capability = os.environ.get("MAMBA_OPS_CPU_CAPABILITY")
     try:
         torch.ops.mamba.cpu_capability()

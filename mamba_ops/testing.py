@@ -80,7 +80,7 @@ def _to_float64(value):
     return value.detach().double() if _is_floating(value) else value
 
 
-def run_with_gradients(function, inputs, differentiable=None, upstream=None, seed=0):
+def run_with_gradients(function, inputs, differentiable=None, upstream=None, seed=20261130):
     """Calls function(**inputs); returns (outputs, upstream gradients, {name: gradient}).
 
     `differentiable` names the inputs to differentiate (all floating tensors by default). Upstream gradients are random

@@ -47,9 +47,13 @@ def test_include_arrows_point_one_way(path):
     folder = path.relative_to(CSRC).parts[0]
     for quote, name in includes(path):
         torch_header = name.startswith(("torch/", "ATen/", "c10/"))
-        assert not torch_header or folder in ("ops", "schema.cpp"), f"{name}: torch headers stand in csrc/ops and schema.cpp only"
+        assert not torch_header or folder in ("ops", "schema.cpp"), (
+            f"{name}: torch headers stand in csrc/ops and schema.cpp only"
+        )
         cuda_header = name.startswith(("cuda", "cublas", "cub/"))
-        assert not cuda_header or folder == "cuda" or path.name == "api.h", f"{name}: CUDA headers stand in csrc/cuda and ops/api.h"
+        assert not cuda_header or folder == "cuda" or path.name == "api.h", (
+            f"{name}: CUDA headers stand in csrc/cuda and ops/api.h"
+        )
         assert "pybind11" not in name, "the library has no Python symbol"
         if quote == '"' and folder in MAY_INCLUDE:
             allowed = MAY_INCLUDE[folder]
@@ -137,7 +141,9 @@ def test_public_docstrings(function):
         assert section in text, f"{function.__name__} lacks {section}"
     assert ".. math::" in text
     for parameter in inspect.signature(function).parameters:
-        assert re.search(rf"^\s+{parameter}\b.*:", text, re.MULTILINE) or f"{parameter}," in text, f"{parameter} is not described"
+        assert re.search(rf"^\s+{parameter}\b.*:", text, re.MULTILINE) or f"{parameter}," in text, (
+            f"{parameter} is not described"
+        )
 
 
 @pytest.mark.parametrize("function", PUBLIC, ids=lambda function: function.__name__)
@@ -171,4 +177,6 @@ def test_readme_quick_start_runs():
 
 def test_version_stands_once():
     assert mamba_ops.__version__ in (ROOT / "CHANGELOG.md").read_text()
-    assert "version =" not in (ROOT / "pyproject.toml").read_text().replace("version = { attr", "").replace("target-version =", "")
+    assert "version =" not in (ROOT / "pyproject.toml").read_text().replace("version = { attr", "").replace(
+        "target-version =", ""
+    )

@@ -21,24 +21,24 @@ Level level();
 
 // Declares the kernel `name(const Params&)` of every level and cpu::name, which forwards to the level in use. Stands in params/<op>.h.
 #if defined(__x86_64__)
-#define MAMBA_CPU_KERNEL(name, Params)               \
-  namespace mamba::cpu {                             \
-  namespace baseline {                               \
-  void name(const Params&);                          \
-  }                                                  \
-  namespace avx2 {                                   \
-  void name(const Params&);                          \
-  }                                                  \
-  namespace avx512 {                                 \
-  void name(const Params&);                          \
-  }                                                  \
-  inline void name(const Params& params) {           \
-    switch (level()) {                               \
+#define MAMBA_CPU_KERNEL(name, Params)                 \
+  namespace mamba::cpu {                               \
+  namespace baseline {                                 \
+  void name(const Params&);                            \
+  }                                                    \
+  namespace avx2 {                                     \
+  void name(const Params&);                            \
+  }                                                    \
+  namespace avx512 {                                   \
+  void name(const Params&);                            \
+  }                                                    \
+  inline void name(const Params& params) {             \
+    switch (level()) {                                 \
       case Level::avx512: return avx512::name(params); \
-      case Level::avx2: return avx2::name(params);   \
-      default: return baseline::name(params);        \
-    }                                                \
-  }                                                  \
+      case Level::avx2: return avx2::name(params);     \
+      default: return baseline::name(params);          \
+    }                                                  \
+  }                                                    \
   }
 #else
 #define MAMBA_CPU_KERNEL(name, Params)                                      \

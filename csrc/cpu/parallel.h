@@ -22,8 +22,8 @@ inline void parallel_for(int64_t count, const F& body, int64_t serial = 1) {
     if (count > 0) body(int64_t{0}, count);
     return;
   }
-  run_parallel(count, [](void* context, int64_t begin, int64_t end) { (*static_cast<const F*>(context))(begin, end); },
-               const_cast<F*>(&body));
+  run_parallel(
+      count, [](void* context, int64_t begin, int64_t end) { (*static_cast<const F*>(context))(begin, end); }, const_cast<F*>(&body));
 }
 
 // Uninitialised, 64-byte aligned memory for `count` objects of a trivial type.

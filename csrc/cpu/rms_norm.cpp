@@ -30,8 +30,10 @@ template <Read mode, class T, class S>
 void read_as(T* to, const S* from, int64_t step, int64_t count) {
   for_vectors<T>(count, [&](int64_t k, int lanes, auto full) {
     Vec<T> value;
-    if (full.value && step == 1) value = load_as<T>(from + k);
-    else value = load_partial<T>(from + k * step, lanes, step);
+    if (full.value && step == 1)
+      value = load_as<T>(from + k);
+    else
+      value = load_partial<T>(from + k * step, lanes, step);
     store(to + k, mode == Read::add ? load(to + k) + value : value);
   });
 }
@@ -51,8 +53,10 @@ void write(const RowView& view, int64_t offset, int64_t first, int64_t count, co
     using S = typename decltype(tag)::type;
     S* to = static_cast<S*>(view.data) + offset + first * view.column;
     for_vectors<T>(count, [&](int64_t k, int lanes, auto full) {
-      if (full.value && view.column == 1) store_as(to + k, load(from + k));
-      else store_partial(to + k * view.column, load(from + k), lanes, view.column);
+      if (full.value && view.column == 1)
+        store_as(to + k, load(from + k));
+      else
+        store_partial(to + k * view.column, load(from + k), lanes, view.column);
     });
   });
 }
@@ -254,13 +258,17 @@ void backward(const RmsNormBwd& p) {
 }  // namespace
 
 void rms_norm_fwd(const RmsNormFwd& params) {
-  if (params.x.dtype == DType::f64) forward<double>(params);
-  else forward<float>(params);
+  if (params.x.dtype == DType::f64)
+    forward<double>(params);
+  else
+    forward<float>(params);
 }
 
 void rms_norm_bwd(const RmsNormBwd& params) {
-  if (params.x.dtype == DType::f64) backward<double>(params);
-  else backward<float>(params);
+  if (params.x.dtype == DType::f64)
+    backward<double>(params);
+  else
+    backward<float>(params);
 }
 
 }  // namespace mamba::cpu::MAMBA_CPU_LEVEL

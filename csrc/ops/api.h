@@ -19,7 +19,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-bool is_floating(ScalarType dtype);       // one of the four that the kernels take
+bool is_floating(ScalarType dtype);        // one of the four that the kernels take
 const char* dtype_name(ScalarType dtype);  // "float32", as Python prints it without "torch."
 std::string shape_text(const Tensor& tensor);
 std::string device_text(const Tensor& tensor);

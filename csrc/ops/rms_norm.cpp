@@ -12,21 +12,21 @@ class RowOperands {
 
   // `columns`: the last axis is the columns. Otherwise all axes are leading ones (rms without groups).
   void add(RowView& view, const OptionalTensor& tensor, bool columns = true) {
-    if (tensor) operands_.push_back({&view, &*tensor, columns});
+    if (tensor) operands_.push_back({&view, *tensor, columns});
   }
 
   RowLayout finish() {
     const Operand& first = operands_.front();
-    const int64_t axes = first.tensor->dim() - (first.columns ? 1 : 0);
+    const int64_t axes = first.tensor.dim() - (first.columns ? 1 : 0);
     RowLayout layout;
     layout.count = 1;
     for (const Operand& operand : operands_) {
-      operand.view->data = const_cast<void*>(operand.tensor->const_data_ptr());
-      operand.view->dtype = dtype_of(*operand.tensor);
-      operand.view->column = operand.columns ? operand.tensor->stride(axes) : 0;
+      operand.view->data = const_cast<void*>(operand.tensor.const_data_ptr());
+      operand.view->dtype = dtype_of(operand.tensor);
+      operand.view->column = operand.columns ? operand.tensor.stride(axes) : 0;
     }
     for (int64_t axis = 0; axis < axes; ++axis) {
-      const int64_t size = first.tensor->size(axis);
+      const int64_t size = first.tensor.size(axis);
       layout.count *= size;
       if (size == 1) continue;
       if (layout.axes > 0 && mergeable(layout, axis)) {
@@ -36,7 +36,7 @@ class RowOperands {
           fail(op_, ": more than ", max_leading_axes, " leading axes that do not lie evenly in memory; call contiguous() first");
         layout.size[layout.axes++] = size;
       }
-      for (const Operand& operand : operands_) operand.view->stride[layout.axes - 1] = operand.tensor->stride(axis);
+      for (const Operand& operand : operands_) operand.view->stride[layout.axes - 1] = operand.tensor.stride(axis);
     }
     return layout;
   }
@@ -44,13 +44,13 @@ class RowOperands {
  private:
   struct Operand {
     RowView* view;
-    const Tensor* tensor;
+    Tensor tensor;
     bool columns;
   };
 
   bool mergeable(const RowLayout& layout, int64_t axis) const {
     for (const Operand& operand : operands_)
-      if (operand.view->stride[layout.axes - 1] != operand.tensor->stride(axis) * operand.tensor->size(axis)) return false;
+      if (operand.view->stride[layout.axes - 1] != operand.tensor.stride(axis) * operand.tensor.size(axis)) return false;
     return true;
   }
 

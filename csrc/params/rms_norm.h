@@ -47,12 +47,12 @@ struct RmsNormBwd {
   RowLayout rows;
   int64_t dim, group_size;
   bool norm_before_gate;
-  bool accumulate;                  // dweight is added to
-  RowView dout, dresidual_out;      // absent: zero
-  RowView x, z, residual, rms;      // z, residual may be absent
-  View<1> weight, bias;             // may be absent
-  RowView dx, dz, dresidual;        // dz, dresidual may be absent
-  View<1> dweight, dbias;           // may be absent
+  bool accumulate;              // dweight is added to
+  RowView dout, dresidual_out;  // absent: zero
+  RowView x, z, residual, rms;  // z, residual may be absent
+  View<1> weight, bias;         // may be absent
+  RowView dx, dz, dresidual;    // dz, dresidual may be absent
+  View<1> dweight, dbias;       // may be absent
 };
 
 }  // namespace mamba

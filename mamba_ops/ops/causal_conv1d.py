@@ -66,9 +66,7 @@ def causal_conv1d(
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"causal_conv1d: activation must be None, 'silu' or 'swish', got {activation!r}")
-    return torch.ops.mamba.causal_conv1d(
-        x, weight, bias, initial_state, seq_idx, cu_seqlens, ACTIVATIONS[activation]
-    )
+    return torch.ops.mamba.causal_conv1d(x, weight, bias, initial_state, seq_idx, cu_seqlens, ACTIVATIONS[activation])
 
 
 def _check(check, x, weight, bias, initial_state, seq_idx, cu_seqlens, activation):
@@ -122,9 +120,7 @@ def register(namespace: str) -> None:
         return ops.causal_conv1d_fwd(x, weight, bias, initial_state, seq_idx, cu_seqlens, activation)
 
     def backward(dout, dlast_state, x, weight, bias, initial_state, seq_idx, cu_seqlens, activation):
-        return ops.causal_conv1d_bwd(
-            dout, dlast_state, x, weight, bias, initial_state, seq_idx, cu_seqlens, activation
-        )
+        return ops.causal_conv1d_bwd(dout, dlast_state, x, weight, bias, initial_state, seq_idx, cu_seqlens, activation)
 
     _autograd.define(
         namespace,

@@ -114,7 +114,9 @@ def _fake_bwd(dout, dresidual_out, x, weight, bias, z, residual, rms, group_size
     check.floating("rms", rms)
     if rms.shape != tuple(_rms_shape(x, group_size)):
         shape = tuple_text(x.shape)
-        check.fail(f"rms must be the one that rms_norm returned for x of shape {shape}, got shape {tuple_text(rms.shape)}")
+        check.fail(
+            f"rms must be the one that rms_norm returned for x of shape {shape}, got shape {tuple_text(rms.shape)}"
+        )
     separate = residual is not None and residual.dtype != x.dtype
     gradients = [empty_gradient(x, argument) for argument in (weight, bias, z, residual if separate else None)]
     return x.new_empty(x.shape), *gradients
