@@ -4,6 +4,6 @@ The operators are `torch.ops.mamba.*`; the functions here document them and call
 """
 
 from ._version import __version__
-from .ops import rms_norm
+from .ops import causal_conv1d, rms_norm
 
-__all__ = ["__version__", "rms_norm"]
+__all__ = ["__version__", "causal_conv1d", "rms_norm"]

@@ -4,9 +4,10 @@ from .. import _library
 
 _library.load()
 
+from . import causal_conv1d as _causal_conv1d  # noqa: E402
 from . import rms_norm as _rms_norm  # noqa: E402
 
-MODULES = (_rms_norm,)
+MODULES = (_causal_conv1d, _rms_norm)
 
 
 def register(namespace: str) -> None:
@@ -17,6 +18,7 @@ def register(namespace: str) -> None:
 
 register(_library.NAMESPACE)
 
+from .causal_conv1d import causal_conv1d  # noqa: E402
 from .rms_norm import rms_norm  # noqa: E402
 
-__all__ = ["register", "rms_norm"]
+__all__ = ["causal_conv1d", "register", "rms_norm"]

@@ -1,0 +1,204 @@
+// causal_conv1d: how the work is cut up, and what forward and backward share.
+// A run is a stretch of one row in which every sample sees the ones before it; runs are cut into tiles of consecutive time steps.
+#pragma once
+
+#include <type_traits>
+
+#include "cpu/parallel.h"
+#include "cpu/simd_math.h"
+#include "params/causal_conv1d.h"
+
+namespace mamba::cpu::MAMBA_CPU_LEVEL {
+namespace {
+
+template <class S>
+using Accumulate = std::conditional_t<std::is_same_v<S, double>, double, float>;
+
+struct Tile {
+  int64_t row;
+  int64_t first, last;  // the run
+  int64_t begin, end;   // the tile, a part of it
+  int64_t initial;      // whose initial_state precedes the run; -1: zeros
+  int64_t final;        // whose last_state holds the run's last samples; -1: nobody's
+  bool padding;         // samples are not used, outputs are 0
+};
+
+// Calls f for every run, as a tile that covers it; rows and runs in order.
+template <class Params, class F>
+void for_each_run(const Params& p, F&& f) {
+  auto run = [&](int64_t row, int64_t first, int64_t last, int64_t initial, int64_t final, bool padding) {
+    if (first < last) f(Tile{row, first, last, first, last, initial, final, padding});
+  };
+  if (p.cu_seqlens) {
+    int64_t first = 0;
+    for (int64_t s = 0; s < p.num_sequences; ++s) {
+      const int64_t last = load_index(p.cu_seqlens, s + 1);
+      run(0, first, last, s, s, false);
+      first = last;
+    }
+    return run(0, first, p.seqlen, -1, -1, true);
+  }
+  for (int64_t row = 0; row < p.batch; ++row) {
+    int64_t first = 0, id = p.seq_idx && p.seqlen > 0 ? load_index(p.seq_idx, row, 0) : 0;
+    for (int64_t t = 1; p.seq_idx && t < p.seqlen; ++t) {
+      const int64_t next = load_index(p.seq_idx, row, t);
+      if (next == id) continue;
+      run(row, first, t, first == 0 ? row : -1, -1, id < 0);
+      first = t;
+      id = next;
+    }
+    run(row, first, p.seqlen, first == 0 ? row : -1, row, id < 0);
+  }
+}
+
+class Tiles {
+ public:
+  template <class Params>
+  Tiles(const Params& p, int64_t length) : count_(count(p, length)), tiles_(count_) {
+    int64_t next = 0;
+    for_each_run(p, [&](const Tile& run) {
+      for (int64_t begin = run.first; begin < run.last; begin += length) {
+        Tile tile = run;
+        tile.begin = begin;
+        tile.end = begin + length < run.last ? begin + length : run.last;
+        tiles_.get()[next++] = tile;
+      }
+    });
+  }
+
+  int64_t count() const { return count_; }
+  const Tile& operator[](int64_t i) const { return tiles_.get()[i]; }
+
+ private:
+  template <class Params>
+  static int64_t count(const Params& p, int64_t length) {
+    int64_t sum = 0;
+    for_each_run(p, [&](const Tile& run) { sum += (run.last - run.first + length - 1) / length; });
+    return sum;
+  }
+
+  int64_t count_;
+  Scratch<Tile> tiles_;
+};
+
+// N vectors in registers; as many as wanted, in the memory given, for N = 0.
+template <class T, int N>
+struct Vectors {
+  explicit Vectors(T*) {}
+  MAMBA_INLINE Vec<T>& operator[](int64_t i) { return values[i]; }
+  Vec<T> values[N];
+};
+template <class T>
+struct Vectors<T, 0> {
+  explicit Vectors(T* memory) : values(reinterpret_cast<Vec<T>*>(memory)) {}
+  MAMBA_INLINE Vec<T>& operator[](int64_t i) { return values[i]; }
+  Vec<T>* values;
+};
+
+template <class T, int N, class... I>
+T read_one(const View<N>& view, I... index) {
+  return dispatch_floating(view.dtype,
+                           [&](auto tag) -> T { return load_scalar<T>(view.template at<typename decltype(tag)::type>(index...)); });
+}
+
+template <class T, int N, class... I>
+void write_one(const View<N>& view, T value, I... index) {
+  dispatch_floating(view.dtype, [&](auto tag) { store_scalar(view.template at<typename decltype(tag)::type>(index...), value); });
+}
+
+// The first `lanes` lanes, `step` elements apart. Full: all lanes, step 1.
+template <bool Full, class T, class S>
+MAMBA_INLINE Vec<T> read(const S* from, int lanes, int64_t step) {
+  if (Full || (lanes == Simd<T>::width && step == 1)) return load_as<T>(from);
+  if (step == 0) return broadcast(load_scalar<T>(from));
+  return load_partial<T>(from, lanes, step);
+}
+
+template <bool Full, class V, class S>
+MAMBA_INLINE void write(S* to, V from, int lanes, int64_t step) {
+  if (Full || (lanes == Simd<Lane<V>>::width && step == 1))
+    store_as(to, from);
+  else
+    store_partial(to, from, lanes, step);
+}
+
+// Weights and bias in accumulation type: rows of `stride` channels (a whole number of vectors), one for each tap, then the bias.
+template <class T>
+class Filters {
+ public:
+  template <class Params>
+  explicit Filters(const Params& p)
+      : stride((p.dim + Simd<T>::width - 1) / Simd<T>::width * Simd<T>::width), values_(stride * (p.width + 1)) {
+    T* const values = values_.get();
+    for (int64_t i = 0; i < stride * (p.width + 1); ++i) values[i] = 0;
+    for (int64_t d = 0; d < p.dim; ++d) {
+      for (int64_t k = 0; k < p.width; ++k) values[k * stride + d] = read_one<T>(p.weight, d, k);
+      if (p.bias) values[p.width * stride + d] = read_one<T>(p.bias, d);
+    }
+  }
+
+  const T* tap(int64_t k, int64_t d) const { return values_.get() + k * stride + d; }
+
+  const int64_t stride;
+
+ private:
+  Scratch<T> values_;
+};
+
+// Sample t of channels d .. d + lanes - 1, where t may precede the run (by at most width - 1).
+template <class S, class T = Accumulate<S>, class Params>
+Vec<T> channel_samples(const Params& p, const Tile& tile, int64_t t, int64_t d, int lanes) {
+  if (t >= tile.first) return read<false, T>(p.x.template at<S>(tile.row, d, t), lanes, p.x.stride[1]);
+  if (tile.initial < 0 || !p.initial_state) return zero<T>();
+  return dispatch_floating(p.initial_state.dtype, [&](auto tag) {
+    using I = typename decltype(tag)::type;
+    return load_partial<T>(p.initial_state.template at<I>(tile.initial, d, p.width - 1 + t - tile.first), lanes, p.initial_state.stride[1]);
+  });
+}
+
+// to[i] = sample begin - (width - 1) + i of channel d, up to the tile's end; then a vector of zeros.
+template <class S, class T = Accumulate<S>, class Params>
+void time_samples(const Params& p, const Tile& tile, int64_t end, int64_t d, T* to) {
+  constexpr int vl = Simd<T>::width;
+  int64_t t = tile.begin - (p.width - 1);
+  for (; t < tile.first; ++t)
+    *to++ = tile.initial >= 0 && p.initial_state ? read_one<T>(p.initial_state, tile.initial, d, p.width - 1 + t - tile.first) : T(0);
+  const int64_t step = p.x.stride[2];
+  const S* from = p.x.template at<S>(tile.row, d, t);
+  const int64_t count = end - t;
+  int64_t i = 0;
+  if (step == 1)
+    for (; i + vl <= count; i += vl) store(to + i, load_as<T>(from + i));
+  for (; i + vl <= count; i += vl) store(to + i, load_partial<T>(from + i * step, vl, step));
+  store(to + i, load_partial<T>(from + i * step, static_cast<int>(count - i), step));
+  store(to + count, zero<T>());
+}
+
+// The orientation of the vectors, and how many time steps a tile has.
+struct Plan {
+  bool channels;   // lanes are channels (channel-last memory), else time steps
+  int64_t length;  // of a tile
+  int64_t chunk;   // channels a task goes through, tile by tile
+  int64_t chunks;
+
+  template <class Params>
+  Plan(const Params& p, int vl, int64_t most_tasks) {
+    channels = p.x.stride[1] == 1 && p.dim > 1;
+    // Channel-last: few rows, so that their pages stay within reach of the first-level cache while all channels are swept.
+    length = channels ? (p.dim < 256 ? 32 * 256 / p.dim : 32) : 1024;
+    if (length < 4 * p.width) length = 4 * p.width;
+    if (p.dim == 0) length = 1 + p.seqlen;
+    chunk = p.dim;
+    const int64_t tiles = p.batch * ((p.seqlen + length - 1) / length);
+    const int64_t wanted = tiles < most_tasks ? tiles : most_tasks;
+    if (wanted > 0 && wanted < 32) {
+      const int64_t unit = channels ? vl : 1;
+      chunk = (p.dim * wanted / 32 + unit - 1) / unit * unit;
+      if (chunk < unit) chunk = unit;
+    }
+    chunks = p.dim > 0 ? (p.dim + chunk - 1) / chunk : 0;
+  }
+};
+
+}  // namespace
+}  // namespace mamba::cpu::MAMBA_CPU_LEVEL
