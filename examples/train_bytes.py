@@ -253,7 +253,7 @@ class Training:
         print(f"trained {done} steps in {self.seconds / 60:.2f} minutes: {speed:,.0f} tokens/s")
         if done < settings.steps:
             rate = learning_rate(done, settings)
-            print(f"--minutes {settings.minutes:g} stopped it before --steps {settings.steps}, at learning rate {rate:.1e}")
+            print(f"--minutes {settings.minutes:g} ended it before --steps {settings.steps}, at learning rate {rate:.1e}")
 
 
 def progress_bar(total: int, initial: int):

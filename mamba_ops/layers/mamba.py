@@ -120,6 +120,7 @@ class Mamba(nn.Module):
         self.A_log = nn.Parameter(torch.empty(self.d_inner, d_state, **wide))
         self.D = nn.Parameter(torch.empty(self.d_inner, **wide))
         self.out_proj = nn.Linear(self.d_inner, d_model, bias=bias, **factory)
+        self.register_load_state_dict_post_hook(Mamba._mark_parameters)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -146,7 +147,8 @@ class Mamba(nn.Module):
         self.D.fill_(1)
         self._mark_parameters()
 
-    def _mark_parameters(self) -> None:
+    def _mark_parameters(self, *_) -> None:
+        """Marks what weight decay and generic initialisers must leave alone; again wherever parameters are replaced."""
         step_bias = getattr(self.dt_proj, "bias", None)
         for parameter in (self.A_log, self.D, step_bias):
             if isinstance(parameter, nn.Parameter):
@@ -156,12 +158,12 @@ class Mamba(nn.Module):
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
-        self._mark_parameters()  # a move between device types makes new parameters, without the marks
+        self._mark_parameters()  # a move between device types makes new parameters
         return self
 
     def __setstate__(self, state):
         super().__setstate__(state)
-        self._mark_parameters()  # deepcopy drops them too
+        self._mark_parameters()  # deepcopy makes new ones, too
 
     def _project_step(self, r: Tensor) -> tuple[Tensor, Tensor | None]:
         """delta and the bias still to be added: the scan does that, in float32, if dt_proj is a plain linear."""

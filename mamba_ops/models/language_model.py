@@ -50,7 +50,7 @@ class MambaBackbone(nn.Module):
         self.norm_f = RMSNorm(config.d_model, config.norm_epsilon, device=device, dtype=dtype)
 
     def forward(self, input_ids: Tensor, seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
-        hidden, residual = self.dropout(self.embedding(input_ids)), None
+        hidden, residual = zero_padding(self.dropout(self.embedding(input_ids)), cu_seqlens), None
         for layer in self.layers:
             if self.activation_checkpointing and torch.is_grad_enabled():
                 hidden, residual = torch.utils.checkpoint.checkpoint(
@@ -133,7 +133,8 @@ class MambaLM(nn.Module):
                 f"got {input_ids.dtype} of shape {tuple(input_ids.shape)}"
             )
         check_packing("MambaLM", input_ids, seq_idx, cu_seqlens)
-        return self.lm_head(self.backbone(input_ids, seq_idx, cu_seqlens))[..., : self.config.vocab_size]
+        logits = self.lm_head(self.backbone(input_ids, seq_idx, cu_seqlens))
+        return zero_padding(logits, cu_seqlens)[..., : self.config.vocab_size]
 
     def loss(
         self,
