@@ -12,6 +12,9 @@
 #include "common/dtype.h"
 #include "cpu/level.h"
 
+// Everything here is inlined, so no vector is ever passed by a calling convention.
+#pragma GCC diagnostic ignored "-Wpsabi"
+
 #if MAMBA_CPU_AVX512 || MAMBA_CPU_AVX2
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wuninitialized"  // false alarm on the undefined pass-through operands inside GCC 12's own header

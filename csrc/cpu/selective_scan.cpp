@@ -1,0 +1,232 @@
+// selective_scan forward. For each batch row, row block, block of channels: read tiles of u, delta, z; run the recurrence with the states
+// of up to 16 n in registers; write the tile of out. See selective_scan.h for the words.
+#include "cpu/selective_scan.h"
+
+namespace mamba::cpu::MAMBA_CPU_LEVEL {
+namespace {
+
+#if MAMBA_CPU_AVX512 || defined(__aarch64__)
+constexpr int states_in_registers = 16;
+#else
+constexpr int states_in_registers = 8;
+#endif
+
+// One row at a time, for `Count` states:
+//   h = exp(delta A) h + (delta u) B;   y += C h
+template <int Count, bool PerLane, class T>
+MAMBA_INLINE void scan_states(const T* delta, const T* delta_u, T* y, int rows, const T* A2, T* states, const T* B, int64_t B_step,
+                              const T* C, int64_t C_step) {
+  constexpr int width = Simd<T>::width;
+  Vec<T> h[Count];
+  for (int n = 0; n < Count; ++n) h[n] = load(states + n * width);
+  for (int i = 0; i < rows; ++i) {
+    const Vec<T> d = load(delta + i * width), du = load(delta_u + i * width);
+    Vec<T> sums[2] = {load(y + i * width), zero<T>()};
+#pragma GCC unroll 16
+    for (int n = 0; n < Count; ++n) {
+      const Vec<T> b = PerLane ? load(B + n * width) : broadcast<T>(B[n]);
+      const Vec<T> c = PerLane ? load(C + n * width) : broadcast<T>(C[n]);
+      h[n] = exp2(d * load(A2 + n * width)) * h[n] + du * b;
+      sums[n & 1] += c * h[n];
+    }
+    store(y + i * width, sums[0] + sums[1]);
+    B += B_step;
+    C += C_step;
+  }
+  for (int n = 0; n < Count; ++n) store(states + n * width, h[n]);
+}
+
+template <int Count, bool PerLane, class T>
+__attribute__((noinline)) void scan_states_core(const T* delta, const T* delta_u, T* y, int rows, const T* A2, T* states, const T* B,
+                                                int64_t B_step, const T* C, int64_t C_step) {
+  scan_states<Count, PerLane>(delta, delta_u, y, rows, A2, states, B, B_step, C, C_step);
+}
+
+// The work of one thread. Parameters and states of the channels at hand stand in [block][dstate][width] tables.
+template <class T>
+class Forward {
+ public:
+  Forward(const SelectiveScanFwd& p, const ScanBlocks<T>& blocks, ScanRowPlan plan, int64_t table_blocks)
+      : p_(p),
+        blocks_(blocks),
+        plan_(plan),
+        B_(scan_matrix(p, p.B, p.B_varies, p.ngroups_B)),
+        C_(scan_matrix(p, p.C, p.C_varies, p.ngroups_C)),
+        A2_(table_blocks * p.dstate * width),
+        states_(table_blocks * p.dstate * width),
+        skip_(table_blocks * width),
+        bias_(table_blocks * width),
+        B_rows_(scan_rows_size<T>(p, blocks.per_lane, plan.block)),
+        C_rows_(scan_rows_size<T>(p, blocks.per_lane, plan.block)) {}
+
+  void load_parameters(int64_t first, int64_t last) {
+    first_ = first;
+    for (int64_t block = first; block < last; ++block) {
+      const int64_t channel = blocks_.channel(block);
+      const int lanes = blocks_.lanes(block);
+      load_A(table(A2_, block), p_, channel, lanes, T(1.44269504088896340736));  // exp(x) = 2^(x log2 e)
+      load_parameter(skip_.get() + (block - first) * width, p_.D, channel, lanes);
+      load_parameter(bias_.get() + (block - first) * width, p_.delta_bias, channel, lanes);
+    }
+  }
+
+  // One batch row for the blocks [begin, end), whose parameters are loaded.
+  void run(int64_t batch, int64_t begin, int64_t end) {
+    pass_through(batch, begin, end);
+    for (int64_t time = 0; time < p_.seqlen; time += plan_.block) {
+      const int rows = static_cast<int>(scan_min(plan_.block, p_.seqlen - time));
+      segments_.fill(p_, batch, time, rows);
+      int64_t loaded_run = -1;
+      for (int64_t block = begin; block < end; ++block) {
+        const int64_t channel = blocks_.channel(block);
+        const int lanes = blocks_.lanes(block);
+        if (blocks_.per_lane || block / blocks_.blocks_per_run != loaded_run) {
+          B_now_ = load_scan_rows(B_rows_.get(), p_, B_, blocks_.per_lane, blocks_.packed, batch, channel, lanes, time, rows);
+          C_now_ = load_scan_rows(C_rows_.get(), p_, C_, blocks_.per_lane, blocks_.packed, batch, channel, lanes, time, rows);
+          loaded_run = block / blocks_.blocks_per_run;
+        }
+        for (int row = 0; row < rows; row += plan_.tile) {
+          tile(batch, block, channel, lanes, time, row, static_cast<int>(scan_min(plan_.tile, rows - row)));
+        }
+      }
+    }
+  }
+
+ private:
+  static constexpr int width = Simd<T>::width;
+  static constexpr int max_tile = 32;
+
+  T* table(const Scratch<T>& of, int64_t block) const { return of.get() + (block - first_) * p_.dstate * width; }
+
+  // last_state of empty sequences.
+  void pass_through(int64_t batch, int64_t begin, int64_t end) {
+    const int64_t count = p_.cu_seqlens ? p_.num_sequences : 1;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t index = p_.cu_seqlens ? i : batch;
+      if (!scan_is_empty(p_, index)) continue;
+      for (int64_t block = begin; block < end; ++block) {
+        T* h = table(states_, block);
+        load_states(h, p_.initial_state, index, blocks_.channel(block), blocks_.lanes(block), p_.dstate);
+        store_states(h, p_.last_state, index, blocks_.channel(block), blocks_.lanes(block), p_.dstate);
+      }
+    }
+  }
+
+  // Rows [row, row + rows) of the row block that starts at `time`.
+  void tile(int64_t batch, int64_t block, int64_t channel, int lanes, int64_t time, int row, int rows) {
+    const int64_t t = time + row;
+    load_rows(delta_, p_.delta, batch, channel, t, rows, lanes);
+    load_rows(u_, p_.u, batch, channel, t, rows, lanes);
+    if (p_.z) load_rows(gate_, p_.z, batch, channel, t, rows, lanes);
+    const Vec<T> skip = load(skip_.get() + (block - first_) * width), bias = load(bias_.get() + (block - first_) * width);
+    for (int i = 0; i < rows * width; i += width) {
+      const Vec<T> e = load(delta_ + i) + bias, u = load(u_ + i);
+      const Vec<T> delta = p_.delta_softplus ? softplus(e) : e;
+      store(delta_ + i, delta);
+      store(u_ + i, delta * u);
+      store(y_ + i, skip * u);
+    }
+    T* states = table(states_, block);
+    const int valid = static_cast<int>(scan_min(row + rows, segments_.valid));
+    for (int from = row, to; from < valid; from = to) {
+      to = segments_.next(from, valid, time, p_.chunk_states ? selective_scan_chunk : int64_t(scan_max_rows));
+      if (segments_.start[from] != ScanSegments::inside) {
+        load_states(states, p_.initial_state, segments_.start[from], channel, lanes, p_.dstate);
+      }
+      if (p_.chunk_states && (time + from) % selective_scan_chunk == 0)
+        save(states, batch, (time + from) / selective_scan_chunk, channel, lanes);
+      span(states, table(A2_, block), from - row, to - from, from);
+      store_states(states, p_.last_state, segments_.end[to - 1], channel, lanes, p_.dstate);
+    }
+    for (int i = 0; i < rows * width; i += width) {
+      if (i >= (valid - row) * width)
+        store(y_ + i, zero<T>());
+      else if (p_.z)
+        store(y_ + i, load(y_ + i) * silu(load(gate_ + i)));
+    }
+    store_tile(y_, address(p_.out, batch, channel, t), p_.out.dtype, p_.out.stride[2], p_.out.stride[1], rows, lanes);
+  }
+
+  static void load_rows(T* tile, const View<3>& view, int64_t batch, int64_t channel, int64_t time, int rows, int lanes) {
+    load_tile(tile, address(view, batch, channel, time), view.dtype, view.stride[2], view.stride[1], rows, lanes);
+  }
+
+  // Rows of one segment: tile rows [in_tile, in_tile + rows), rows of B and C from `in_block` on.
+  void span(T* states, const T* A2, int in_tile, int rows, int in_block) {
+    const T *delta = delta_ + in_tile * width, *delta_u = u_ + in_tile * width;
+    T* y = y_ + in_tile * width;
+    const T *B = B_now_.data + in_block * B_now_.row_step, *C = C_now_.data + in_block * C_now_.row_step;
+    for_state_pieces<states_in_registers>(p_.dstate, [&](int64_t n, auto count) __attribute__((always_inline)) {
+      const auto core =
+          blocks_.per_lane ? scan_states_core<decltype(count)::value, true, T> : scan_states_core<decltype(count)::value, false, T>;
+      core(delta, delta_u, y, rows, A2 + n * width, states + n * width, B + n * B_now_.state_step, B_now_.row_step,
+           C + n * C_now_.state_step, C_now_.row_step);
+    });
+  }
+
+  void save(const T* states, int64_t batch, int64_t chunk, int64_t channel, int lanes) {
+    const int64_t chunks = ceil_div(p_.seqlen, selective_scan_chunk);
+    T* to = static_cast<T*>(p_.chunk_states) + (batch * chunks + chunk) * p_.dstate * p_.dim + channel;
+    for (int64_t n = 0; n < p_.dstate; ++n) {
+      if (lanes == width)
+        store(to + n * p_.dim, load(states + n * width));
+      else
+        store_partial(to + n * p_.dim, load(states + n * width), lanes);
+    }
+  }
+
+  const SelectiveScanFwd& p_;
+  const ScanBlocks<T>& blocks_;
+  const ScanRowPlan plan_;
+  const ScanMatrix B_, C_;
+  const Scratch<T> A2_, states_, skip_, bias_, B_rows_, C_rows_;
+  ScanRows<T> B_now_{}, C_now_{};
+  int64_t first_ = 0;
+  ScanSegments segments_;
+  alignas(64) T delta_[max_tile * width];
+  alignas(64) T u_[max_tile * width];
+  alignas(64) T y_[max_tile * width];
+  alignas(64) T gate_[max_tile * width];
+};
+
+// Items are pieces of `piece` blocks of one batch row, in the order (strip of blocks, batch row, piece): a thread keeps the parameters of a
+// strip for all its batch rows.
+template <class T>
+void forward(const SelectiveScanFwd& p) {
+  constexpr int width = Simd<T>::width;
+  const ScanBlocks<T> blocks(p);
+  const int64_t states = scan_max(p.dstate, 1);
+  const int64_t row_work = scan_max(1, p.seqlen) * width * scan_max(p.dstate, 4);
+  const int64_t piece = scan_max(1, scan_min(blocks.count, 65536 / row_work));
+  const int64_t strip = ceil_div(scan_max(piece, 65536 / (states * width)), piece) * piece;
+  const int64_t strips = ceil_div(blocks.count, strip), pieces = ceil_div(scan_min(strip, blocks.count), scan_max(1, piece));
+  const bool time_contiguous = p.u.stride[2] == 1 && p.u.stride[1] != 1;
+  const int tile = time_contiguous && p.u.dtype != DType::f64 && p.u.dtype != DType::f32 ? 32 : 16;
+  const int long_block = blocks.per_lane ? 16 : static_cast<int>(scan_min(scan_max_rows, scan_max(32, 4096 / states / 32 * 32)));
+  const ScanRowPlan plan{time_contiguous ? (long_block < tile ? tile : long_block) : 16, tile};
+  parallel_for(strips * p.batch * pieces, [&](int64_t begin, int64_t end) {
+    Forward<T> work(p, blocks, plan, scan_min(strip, blocks.count));
+    int64_t loaded = -1;
+    while (begin < end) {
+      const int64_t s = begin / (p.batch * pieces), batch = begin / pieces % p.batch, from = begin % pieces;
+      const int64_t to = scan_min(pieces, from + end - begin);
+      const int64_t last_block = scan_min((s + 1) * strip, blocks.count);
+      if (s != loaded) {  // the blocks of this batch row only, where the thread has no other row
+        const bool only = to - from == end - begin;
+        work.load_parameters(s * strip + (only ? from * piece : 0), only ? scan_min(s * strip + to * piece, last_block) : last_block);
+      }
+      loaded = s;
+      work.run(batch, scan_min(s * strip + from * piece, last_block), scan_min(s * strip + to * piece, last_block));
+      begin += to - from;
+    }
+  });
+}
+
+}  // namespace
+
+void selective_scan_fwd(const SelectiveScanFwd& p) {
+  if (p.batch == 0 || p.dim == 0) return;
+  dispatch_accumulate(p.u.dtype, [&](auto tag) { forward<typename decltype(tag)::type>(p); });
+}
+
+}  // namespace mamba::cpu::MAMBA_CPU_LEVEL
