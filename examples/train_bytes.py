@@ -13,6 +13,7 @@ MambaLM.from_pretrained).
 
 import argparse
 import hashlib
+import importlib
 import lzma
 import math
 import os
@@ -180,7 +181,7 @@ class Training:
         """Everything the loss curve depends on; settings as text."""
         values = {name: str(value) for name, value in vars(self.settings).items() if name not in NOT_IN_CURVE}
         digest = hashlib.sha256(self.tokens.to(torch.uint8).numpy().tobytes()).hexdigest()
-        return values | {"text": digest, "torch": torch.__version__}
+        return values | {"text": digest, "torch": str(torch.__version__)}
 
     def save(self) -> None:
         """Replaces the checkpoint in one move, so that an interruption leaves the old or the new one."""
@@ -253,14 +254,23 @@ class Training:
         print(f"trained {done} steps in {self.seconds / 60:.2f} minutes: {speed:,.0f} tokens/s")
         if done < settings.steps:
             rate = learning_rate(done, settings)
-            print(f"--minutes {settings.minutes:g} ended it before --steps {settings.steps}, at learning rate {rate:.1e}")
+            print(
+                f"--minutes {settings.minutes:g} ended it before --steps {settings.steps}, at learning rate {rate:.1e}"
+            )
+
+
+def require_packages() -> None:
+    """Says what is missing before the training, not after it."""
+    for name in ("tqdm", "matplotlib", "safetensors"):
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            raise SystemExit(f"this example needs the package {name}: pip install 'mamba_ops[examples]'") from None
 
 
 def progress_bar(total: int, initial: int):
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        raise SystemExit("the progress bar needs the package tqdm: pip install 'mamba_ops[examples]'") from None
+    from tqdm import tqdm
+
     return tqdm(total=total, initial=initial, unit="step", mininterval=0.5 if sys.stderr.isatty() else 15)
 
 
@@ -303,10 +313,8 @@ def write_curve(curve: list[float], out: Path, lines: dict[str, float]) -> None:
     (out / "loss.csv").write_text(
         "step,nats_per_byte\n" + "".join(f"{i + 1},{loss!r}\n" for i, loss in enumerate(curve))
     )
-    try:
-        import matplotlib
-    except ImportError:
-        raise SystemExit("the loss curve needs the package matplotlib: pip install 'mamba_ops[examples]'") from None
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -323,6 +331,7 @@ def write_curve(curve: list[float], out: Path, lines: dict[str, float]) -> None:
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Trains, evaluates, writes the files; returns held-out bits per byte of the model, lzma and zlib."""
     settings = parse_arguments(argv)
+    require_packages()
     torch.set_num_threads(settings.threads)
     train_text, heldout_text = split_text(load_text(settings.text), settings.seqlen)
     training = Training(settings, as_tokens(train_text))
