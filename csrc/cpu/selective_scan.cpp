@@ -11,35 +11,39 @@ constexpr int states_in_registers = 16;
 constexpr int states_in_registers = 8;
 #endif
 
-// One row at a time, for `Count` states:
-//   h = exp(delta A) h + (delta u) B;   y += C h
+// What the recurrence reads and writes, row by row of a tile. `before` holds the sums over the states already done and `gate` what the sum
+// is multiplied by; both may stand still (pitch 0).
+template <class T>
+struct ScanTile {
+  TileRows<T> delta, u, before, gate;
+  Vec<T> skip;
+  T* out;
+  int64_t out_pitch;
+};
+
+// For `Count` states and `rows` rows:
+//   h = exp(delta A) h + (delta u) B;   out = (before + D u + sum C h) gate
 template <int Count, bool PerLane, class T>
-MAMBA_INLINE void scan_states(const T* delta, const T* delta_u, T* y, int rows, const T* A2, T* states, const T* B, int64_t B_step,
-                              const T* C, int64_t C_step) {
+__attribute__((noinline)) void scan_states(const ScanTile<T>& tile, int rows, const T* A2, T* states, const T* B, int64_t B_step,
+                                           const T* C, int64_t C_step) {
   constexpr int width = Simd<T>::width;
   Vec<T> h[Count];
   for (int n = 0; n < Count; ++n) h[n] = load(states + n * width);
   for (int i = 0; i < rows; ++i) {
-    const Vec<T> d = load(delta + i * width), du = load(delta_u + i * width);
-    Vec<T> sums[2] = {load(y + i * width), zero<T>()};
+    const Vec<T> delta = tile.delta[i], u = tile.u[i], delta_u = delta * u;
+    Vec<T> sums[2] = {tile.before[i] + tile.skip * u, zero<T>()};
 #pragma GCC unroll 16
     for (int n = 0; n < Count; ++n) {
       const Vec<T> b = PerLane ? load(B + n * width) : broadcast<T>(B[n]);
       const Vec<T> c = PerLane ? load(C + n * width) : broadcast<T>(C[n]);
-      h[n] = exp2(d * load(A2 + n * width)) * h[n] + du * b;
+      h[n] = exp2(delta * load(A2 + n * width)) * h[n] + delta_u * b;
       sums[n & 1] += c * h[n];
     }
-    store(y + i * width, sums[0] + sums[1]);
+    store(tile.out + i * tile.out_pitch, (sums[0] + sums[1]) * tile.gate[i]);
     B += B_step;
     C += C_step;
   }
   for (int n = 0; n < Count; ++n) store(states + n * width, h[n]);
-}
-
-template <int Count, bool PerLane, class T>
-__attribute__((noinline)) void scan_states_core(const T* delta, const T* delta_u, T* y, int rows, const T* A2, T* states, const T* B,
-                                                int64_t B_step, const T* C, int64_t C_step) {
-  scan_states<Count, PerLane>(delta, delta_u, y, rows, A2, states, B, B_step, C, C_step);
 }
 
 // The work of one thread. Parameters and states of the channels at hand stand in [block][dstate][width] tables.
@@ -57,7 +61,10 @@ class Forward {
         skip_(table_blocks * width),
         bias_(table_blocks * width),
         B_rows_(scan_rows_size<T>(p, blocks.per_lane, plan.block)),
-        C_rows_(scan_rows_size<T>(p, blocks.per_lane, plan.block)) {}
+        C_rows_(scan_rows_size<T>(p, blocks.per_lane, plan.block)) {
+    store(zero_, zero<T>());
+    store(one_, broadcast<T>(1));
+  }
 
   void load_parameters(int64_t first, int64_t last) {
     first_ = first;
@@ -86,6 +93,12 @@ class Forward {
           loaded_run = block / blocks_.blocks_per_run;
         }
         for (int row = 0; row < rows; row += plan_.tile) {
+          if (row + plan_.tile < rows)
+            prefetch(batch, channel, time + row + plan_.tile);
+          else if (block + 1 < end)
+            prefetch(batch, blocks_.channel(block + 1), time);
+          else if (time + rows < p_.seqlen)
+            prefetch(batch, blocks_.channel(begin), time + rows);
           tile(batch, block, channel, lanes, time, row, static_cast<int>(scan_min(plan_.tile, rows - row)));
         }
       }
@@ -97,6 +110,17 @@ class Forward {
   static constexpr int max_tile = 32;
 
   T* table(const Scratch<T>& of, int64_t block) const { return of.get() + (block - first_) * p_.dstate * width; }
+
+  MAMBA_INLINE void prefetch(int64_t batch, int64_t channel, int64_t time) {
+    const int rows = static_cast<int>(scan_min(plan_.tile, p_.seqlen - time)), lanes = static_cast<int>(scan_min(width, p_.dim - channel));
+    const auto ask = [&](const View<3>& view, auto write) __attribute__((always_inline)) {
+      if (view) prefetch_tile<write>(address(view, batch, channel, time), view.dtype, view.stride[2], view.stride[1], rows, lanes);
+    };
+    ask(p_.u, std::false_type{});
+    ask(p_.delta, std::false_type{});
+    ask(p_.z, std::false_type{});
+    ask(p_.out, std::true_type{});
+  }
 
   // last_state of empty sequences.
   void pass_through(int64_t batch, int64_t begin, int64_t end) {
@@ -115,19 +139,43 @@ class Forward {
   // Rows [row, row + rows) of the row block that starts at `time`.
   void tile(int64_t batch, int64_t block, int64_t channel, int lanes, int64_t time, int row, int rows) {
     const int64_t t = time + row;
-    load_rows(delta_, p_.delta, batch, channel, t, rows, lanes);
-    load_rows(u_, p_.u, batch, channel, t, rows, lanes);
-    if (p_.z) load_rows(gate_, p_.z, batch, channel, t, rows, lanes);
-    const Vec<T> skip = load(skip_.get() + (block - first_) * width), bias = load(bias_.get() + (block - first_) * width);
-    for (int i = 0; i < rows * width; i += width) {
-      const Vec<T> e = load(delta_ + i) + bias, u = load(u_ + i);
-      const Vec<T> delta = p_.delta_softplus ? softplus(e) : e;
-      store(delta_ + i, delta);
-      store(u_ + i, delta * u);
-      store(y_ + i, skip * u);
+    ScanTile<T> tile;
+    tile.delta = rows_of(delta_, p_.delta, batch, channel, t, rows, lanes);
+    tile.u = rows_of(u_, p_.u, batch, channel, t, rows, lanes);
+    tile.gate = {one_, 0};
+    tile.skip = load(skip_.get() + (block - first_) * width);
+    if (p_.delta_bias || p_.delta_softplus) {
+      const Vec<T> bias = load(bias_.get() + (block - first_) * width);
+      for (int i = 0; i < rows; ++i) {
+        const Vec<T> e = tile.delta[i] + bias;
+        store(delta_ + i * width, p_.delta_softplus ? softplus(e) : e);
+      }
+      tile.delta = {delta_, width};
     }
-    T* states = table(states_, block);
+    if (p_.z) {
+      const TileRows<T> z = rows_of(gate_, p_.z, batch, channel, t, rows, lanes);
+      for (int i = 0; i < rows; ++i) store(gate_ + i * width, silu(z[i]));
+      tile.gate = {gate_, width};
+    }
+    // Written in place where out holds full rows of T.
+    const bool direct = std::is_same_v<T, double> == (p_.out.dtype == DType::f64) && size_of(p_.out.dtype) == sizeof(T) &&
+                        p_.out.stride[1] == 1 && lanes == width;
+    void* out = address(p_.out, batch, channel, t);
+    tile.out = direct ? static_cast<T*>(out) : y_;
+    tile.out_pitch = direct ? p_.out.stride[2] : width;
     const int valid = static_cast<int>(scan_min(row + rows, segments_.valid));
+    spans(tile, batch, block, channel, lanes, time, row, valid);
+    for (int i = valid > row ? valid - row : 0; i < rows; ++i) store(tile.out + i * tile.out_pitch, zero<T>());
+    if (!direct) store_tile(y_, out, p_.out.dtype, p_.out.stride[2], p_.out.stride[1], rows, lanes);
+  }
+
+  static TileRows<T> rows_of(T* tile, const View<3>& view, int64_t batch, int64_t channel, int64_t time, int rows, int lanes) {
+    return tile_rows(tile, address(view, batch, channel, time), view.dtype, view.stride[2], view.stride[1], rows, lanes);
+  }
+
+  // The rows [row, valid) of the row block, segment by segment.
+  void spans(const ScanTile<T>& tile, int64_t batch, int64_t block, int64_t channel, int lanes, int64_t time, int row, int valid) {
+    T* states = table(states_, block);
     for (int from = row, to; from < valid; from = to) {
       to = segments_.next(from, valid, time, p_.chunk_states ? selective_scan_chunk : int64_t(scan_max_rows));
       if (segments_.start[from] != ScanSegments::inside) {
@@ -135,32 +183,27 @@ class Forward {
       }
       if (p_.chunk_states && (time + from) % selective_scan_chunk == 0)
         save(states, batch, (time + from) / selective_scan_chunk, channel, lanes);
-      span(states, table(A2_, block), from - row, to - from, from);
+      span(tile, states, table(A2_, block), from - row, to - from, from);
       store_states(states, p_.last_state, segments_.end[to - 1], channel, lanes, p_.dstate);
     }
-    for (int i = 0; i < rows * width; i += width) {
-      if (i >= (valid - row) * width)
-        store(y_ + i, zero<T>());
-      else if (p_.z)
-        store(y_ + i, load(y_ + i) * silu(load(gate_ + i)));
-    }
-    store_tile(y_, address(p_.out, batch, channel, t), p_.out.dtype, p_.out.stride[2], p_.out.stride[1], rows, lanes);
-  }
-
-  static void load_rows(T* tile, const View<3>& view, int64_t batch, int64_t channel, int64_t time, int rows, int lanes) {
-    load_tile(tile, address(view, batch, channel, time), view.dtype, view.stride[2], view.stride[1], rows, lanes);
   }
 
   // Rows of one segment: tile rows [in_tile, in_tile + rows), rows of B and C from `in_block` on.
-  void span(T* states, const T* A2, int in_tile, int rows, int in_block) {
-    const T *delta = delta_ + in_tile * width, *delta_u = u_ + in_tile * width;
-    T* y = y_ + in_tile * width;
+  void span(const ScanTile<T>& tile, T* states, const T* A2, int in_tile, int rows, int in_block) {
+    const auto from = [&](TileRows<T> r) { return TileRows<T>{r.data + in_tile * r.pitch, r.pitch}; };
+    T* const out = tile.out + in_tile * tile.out_pitch;
     const T *B = B_now_.data + in_block * B_now_.row_step, *C = C_now_.data + in_block * C_now_.row_step;
+    const TileRows<T> delta = from(tile.delta), u = from(tile.u), gate = from(tile.gate), none{zero_, 0}, sums{out, tile.out_pitch};
+    if (p_.dstate == 0) {
+      for (int i = 0; i < rows; ++i) store(out + i * tile.out_pitch, tile.skip * u[i] * gate[i]);
+    }
     for_state_pieces<states_in_registers>(p_.dstate, [&](int64_t n, auto count) __attribute__((always_inline)) {
-      const auto core =
-          blocks_.per_lane ? scan_states_core<decltype(count)::value, true, T> : scan_states_core<decltype(count)::value, false, T>;
-      core(delta, delta_u, y, rows, A2 + n * width, states + n * width, B + n * B_now_.state_step, B_now_.row_step,
-           C + n * C_now_.state_step, C_now_.row_step);
+      const bool first = n == 0, last = n + count == p_.dstate;
+      const ScanTile<T> piece{delta,         u, first ? none : sums, last ? gate : TileRows<T>{one_, 0}, first ? tile.skip : zero<T>(), out,
+                              tile.out_pitch};
+      const auto core = blocks_.per_lane ? scan_states<decltype(count)::value, true, T> : scan_states<decltype(count)::value, false, T>;
+      core(piece, rows, A2 + n * width, states + n * width, B + n * B_now_.state_step, B_now_.row_step, C + n * C_now_.state_step,
+           C_now_.row_step);
     });
   }
 
@@ -187,6 +230,8 @@ class Forward {
   alignas(64) T u_[max_tile * width];
   alignas(64) T y_[max_tile * width];
   alignas(64) T gate_[max_tile * width];
+  alignas(64) T zero_[width];
+  alignas(64) T one_[width];
 };
 
 // Items are pieces of `piece` blocks of one batch row, in the order (strip of blocks, batch row, piece): a thread keeps the parameters of a

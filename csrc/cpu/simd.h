@@ -126,6 +126,12 @@ MAMBA_INLINE V abs(V x) {
 }
 
 template <class V>
+MAMBA_INLINE V negative_abs(V x) {
+  using T = Lane<V>;
+  return bit_cast<V>(bit_cast<IntVec<T>>(x) | bit_cast<IntVec<T>>(broadcast<T>(T(-0.0))));
+}
+
+template <class V>
 MAMBA_INLINE V sqrt(V x) {
 #if MAMBA_CPU_AVX512
   if constexpr (sizeof(Lane<V>) == 4)

@@ -109,17 +109,19 @@ struct ExpParts {
   Rounded<V> n;
 };
 
-template <class V>
+// `negative`: x <= 0 is known, which saves the upper clamp.
+template <bool negative = false, class V>
 MAMBA_INLINE ExpParts<V> exp_parts(V x) {
   using T = Lane<V>;
+  constexpr T least = std::is_same_v<T, float> ? T(-150) : T(-1200), most = std::is_same_v<T, float> ? T(100) : T(750);
+  const V above = max(broadcast<T>(least), x);
+  const V clamped = negative ? above : min(broadcast<T>(most), above);
   if constexpr (sizeof(T) == 4) {
-    const V clamped = min(broadcast<T>(100.0f), max(broadcast<T>(-150.0f), x));
     const Rounded<V> n = round_nearest(clamped * 0x1.715476p0f);
     const V r = (clamped - n.value * 0x1.62e4p-1f) - n.value * 0x1.7f7d1cp-20f;  // ln 2 in two parts; the first product is exact
     const V q = polynomial(r, 0x1.6a4f68p-10f, 0x1.123982p-7f, 0x1.5558aep-5f, 0x1.555492p-3f, 0x1.fffffcp-2f);
     return {(r * r * q + r) + 1.0f, n};
   } else {
-    const V clamped = min(broadcast<T>(750.0), max(broadcast<T>(-1200.0), x));
     const Rounded<V> n = round_nearest(clamped * 0x1.71547652b82fep0);
     const V r = (clamped - n.value * 0x1.62e42fefa3800p-1) - n.value * 0x1.ef35793c76730p-45;
     const V q =
@@ -132,6 +134,12 @@ MAMBA_INLINE ExpParts<V> exp_parts(V x) {
 template <class V>
 MAMBA_INLINE V exp(V x) {
   const ExpParts<V> parts = exp_parts(x);
+  return scale_by_power(parts.fraction, parts.n);
+}
+
+template <class V>
+MAMBA_INLINE V exp_negative(V x) {
+  const ExpParts<V> parts = exp_parts<true>(x);
   return scale_by_power(parts.fraction, parts.n);
 }
 
@@ -168,20 +176,23 @@ MAMBA_INLINE V log(V x) {
   return select(I(I(x > T(0)) & I(x < F::infinity)), result, edge);
 }
 
-// log(1 + x) for 0 <= x <= 1: s = x / (2 + x), 2 atanh(s) = 2 s + s R(s^2)
+// log(1 + x) for 0 <= x <= 1: a polynomial (float), or s = x / (2 + x), 2 atanh(s) = 2 s + s R(s^2)
 template <class V>
 MAMBA_INLINE V log1p_unit(V x) {
   using T = Lane<V>;
-  const V s = x / (x + T(2));
-  const V z = s * s;
-  V r;
   if constexpr (sizeof(T) == 4) {
-    r = z * polynomial(z, 0x1.f08cfep-3f, 0x1.b72b5cp-3f, 0x1.250512p-2f, 0x1.9996d8p-2f, 0x1.555558p-1f);
+    return x * x *
+               polynomial(x, 0x1.5f81d2p-8f, -0x1.ec8696p-6f, 0x1.44659ap-4f, -0x1.19ab64p-3f, 0x1.88439ep-3f, -0x1.fd130cp-3f,
+                          0x1.5535dap-2f, -0x1.ffff14p-2f) +
+           x;
   } else {
-    r = z * polynomial(z, 0x1.5c84f70ad2a16p-3, 0x1.55a31ebde9d44p-4, 0x1.efdbaee17aa1ep-4, 0x1.10678b78d5971p-3, 0x1.3b1ddffd7bce7p-3,
+    const V s = x / (x + T(2));
+    const V z = s * s;
+    const V r =
+        z * polynomial(z, 0x1.5c84f70ad2a16p-3, 0x1.55a31ebde9d44p-4, 0x1.efdbaee17aa1ep-4, 0x1.10678b78d5971p-3, 0x1.3b1ddffd7bce7p-3,
                        0x1.745cb3c8deaadp-3, 0x1.c71c741df8785p-3, 0x1.24924920898efp-2, 0x1.99999999a0790p-2, 0x1.5555555555535p-1);
+    return s * r + (s + s);
   }
-  return s * r + (s + s);
 }
 
 // A function and its derivative at the same point.
@@ -194,7 +205,7 @@ struct WithSlope {
 template <class V>
 MAMBA_INLINE V sigmoid(V x) {
   using T = Lane<V>;
-  const V e = exp(-abs(x));
+  const V e = exp_negative(negative_abs(x));
   return select(IntVec<T>(x >= T(0)), broadcast<T>(1), e) / (e + T(1));
 }
 
@@ -203,7 +214,7 @@ template <class V>
 MAMBA_INLINE WithSlope<V> softplus_with_slope(V x) {
   using T = Lane<V>;
   using I = IntVec<T>;
-  const V e = exp(-abs(x));
+  const V e = exp_negative(negative_abs(x));
   const I linear = x > T(20);
   const V value = select(linear, x, max(x, zero<T>()) + log1p_unit(e));
   const V slope = select(linear, broadcast<T>(1), select(I(x >= T(0)), broadcast<T>(1), e) / (e + T(1)));
@@ -222,7 +233,7 @@ MAMBA_INLINE WithSlope<V> silu_with_slope(V z) {
   using T = Lane<V>;
   using I = IntVec<T>;
   constexpr T bound = std::is_same_v<T, float> ? T(200) : T(1100);
-  const ExpParts<V> parts = exp_parts(-abs(z));
+  const ExpParts<V> parts = exp_parts<true>(negative_abs(z));
   const V e = scale_by_power(parts.fraction, parts.n);
   const V inverse = T(1) / (e + T(1));
   const I negative = z < T(0);

@@ -130,6 +130,37 @@ inline void store_tile(const T* tile, void* to, DType dtype, int64_t row_stride,
   });
 }
 
+// Asks for the cache lines of a tile that is about to be loaded (or, with `write`, stored). A hint: any address is allowed.
+// Tiles walk through one line per page, which hardware prefetchers do not follow. (Inlined for good: GCC takes a function that only
+// prefetches for one without effect and drops the call.)
+template <bool write>
+MAMBA_INLINE void prefetch_tile(const void* from, DType dtype, int64_t row_stride, int64_t lane_stride, int rows, int lanes) {
+  const char* at = static_cast<const char*>(from);
+  const bool along_lanes = lane_stride == 1;
+  if (!along_lanes && row_stride != 1) return;
+  const int64_t step = (along_lanes ? row_stride : lane_stride) * size_of(dtype);
+  const int count = along_lanes ? rows : lanes;
+  for (int i = 0; i < count; ++i) __builtin_prefetch(at + i * step, write);
+}
+
+// Rows of lanes, `pitch` apart: a tile, or memory that needs no conversion.
+template <class T>
+struct TileRows {
+  const T* data;
+  int64_t pitch;
+
+  MAMBA_INLINE Vec<T> operator[](int row) const { return load(data + row * pitch); }
+};
+
+// Like load_tile, but hands out the memory itself where it already holds rows of T.
+template <class T>
+inline TileRows<T> tile_rows(T* tile, const void* from, DType dtype, int64_t row_stride, int64_t lane_stride, int rows, int lanes) {
+  constexpr DType own = std::is_same_v<T, double> ? DType::f64 : DType::f32;
+  if (dtype == own && lane_stride == 1 && lanes == Simd<T>::width) return {static_cast<const T*>(from), row_stride};
+  load_tile(tile, from, dtype, row_stride, lane_stride, rows, lanes);
+  return {tile, Simd<T>::width};
+}
+
 // The address of an element of a view whose dtype is known at run time only.
 template <int N, class... I>
 MAMBA_INLINE void* address(const View<N>& view, I... index) {
