@@ -1,0 +1,581 @@
+// selective_scan backward. Time runs backwards in short row blocks. Each chunk of selective_scan_chunk rows is first redone forward from
+// its stored state, which keeps a = exp(delta A) and w = a h in a buffer the size of the first-level cache, then the adjoint runs through
+// it in reverse. Sums over channels (dB, dC) are kept as lane partials over the blocks of a *cell*, reduced once per cell and added up in
+// cell order; sums over batch rows (dA, dD, ...) are made per batch block and added up in block order. Cells and batch blocks depend on the
+// shape only.
+#include "cpu/selective_scan.h"
+
+namespace mamba::cpu::MAMBA_CPU_LEVEL {
+namespace {
+
+constexpr int states_in_registers = 8;
+constexpr int chunk_rows = static_cast<int>(selective_scan_chunk);
+
+// What one piece of states reads and writes, row by row. `y`, `s1` and `s2` accumulate over pieces: y = sum C h, s1 = sum lambda B,
+// s2 = sum lambda A w (A in units of log 2).
+template <class T>
+struct BackwardTile {
+  TileRows<T> delta, u, g;
+  T *y, *s1, *s2;
+};
+
+// A matrix of sums that grows with every row: vector (row, n) stands at data + row * row_step + n * width.
+template <class T>
+struct LaneSums {
+  T* data;
+  int64_t row_step;
+};
+
+// For `Count` states and up to chunk_rows rows, from the states that enter the first row and the adjoint that leaves the last:
+//   w = exp(delta A) h;   h = w + delta u B;   lambda = g C + (a lambda of the next row)
+//   dA += lambda delta w;   dB += lambda delta u;   dC += g h
+template <int Count, bool PerLane, class T>
+__attribute__((noinline)) void scan_states_backward(const BackwardTile<T>& tile, int rows, bool first, const T* A2, const T* states,
+                                                    T* lambda, T* dA, ScanRows<T> B, ScanRows<T> C, LaneSums<T> dB, LaneSums<T> dC,
+                                                    T* buffer) {
+  constexpr int width = Simd<T>::width;
+  {
+    Vec<T> h[Count];
+    for (int n = 0; n < Count; ++n) h[n] = load(states + n * width);
+    for (int i = 0; i < rows; ++i) {
+      const Vec<T> delta = tile.delta[i], g = tile.g[i], delta_u = delta * tile.u[i];
+      const T *b_row = B.data + i * B.row_step, *c_row = C.data + i * C.row_step;
+      T *kept = buffer + i * 2 * Count * width, *dC_row = dC.data + i * dC.row_step;
+      Vec<T> y = first ? zero<T>() : load(tile.y + i * width);
+#pragma GCC unroll 16
+      for (int n = 0; n < Count; ++n) {
+        const Vec<T> b = PerLane ? load(b_row + n * width) : broadcast<T>(b_row[n]);
+        const Vec<T> c = PerLane ? load(c_row + n * width) : broadcast<T>(c_row[n]);
+        const Vec<T> a = exp2(delta * load(A2 + n * width));
+        const Vec<T> w = a * h[n];
+        store(kept + (2 * n) * width, a);
+        store(kept + (2 * n + 1) * width, w);
+        h[n] = w + delta_u * b;
+        y += c * h[n];
+        store(dC_row + n * width, load(dC_row + n * width) + g * h[n]);
+      }
+      store(tile.y + i * width, y);
+    }
+  }
+  Vec<T> next[Count], sum_A[Count];
+  for (int n = 0; n < Count; ++n) {
+    next[n] = load(lambda + n * width);
+    sum_A[n] = load(dA + n * width);
+  }
+  for (int i = rows - 1; i >= 0; --i) {
+    const Vec<T> delta = tile.delta[i], g = tile.g[i], delta_u = delta * tile.u[i];
+    const T *b_row = B.data + i * B.row_step, *c_row = C.data + i * C.row_step, *kept = buffer + i * 2 * Count * width;
+    T* dB_row = dB.data + i * dB.row_step;
+    Vec<T> s1 = first ? zero<T>() : load(tile.s1 + i * width), s2 = first ? zero<T>() : load(tile.s2 + i * width);
+#pragma GCC unroll 16
+    for (int n = 0; n < Count; ++n) {
+      const Vec<T> b = PerLane ? load(b_row + n * width) : broadcast<T>(b_row[n]);
+      const Vec<T> c = PerLane ? load(c_row + n * width) : broadcast<T>(c_row[n]);
+      const Vec<T> l = g * c + next[n];
+      const Vec<T> lw = l * load(kept + (2 * n + 1) * width);
+      s1 += l * b;
+      s2 += lw * load(A2 + n * width);
+      sum_A[n] += lw * delta;
+      store(dB_row + n * width, load(dB_row + n * width) + l * delta_u);
+      next[n] = l * load(kept + (2 * n) * width);
+    }
+    store(tile.s1 + i * width, s1);
+    store(tile.s2 + i * width, s2);
+  }
+  for (int n = 0; n < Count; ++n) {
+    store(lambda + n * width, next[n]);
+    store(dA + n * width, sum_A[n]);
+  }
+}
+
+// How the work is cut, and where partial sums go. Depends on the shape only.
+template <class T>
+struct BackwardPlan {
+  static constexpr int width = Simd<T>::width;
+  ScanBlocks<T> blocks;
+  ScanRowPlan rows;
+  ScanMatrix B, C;
+  int64_t cells_per_run, cells;
+  int64_t batch_rows, batch_blocks;  // batch rows of a block, and blocks
+  int64_t cells_B, cells_C;          // cells that share a group: above 1, dB (dC) of each cell goes to a buffer first
+
+  explicit BackwardPlan(const SelectiveScanBwd& p)
+      : blocks(p), rows{8, 8}, B(scan_matrix(p, p.B, p.B_varies, p.ngroups_B)), C(scan_matrix(p, p.C, p.C_varies, p.ngroups_C)) {
+    const int64_t cell_blocks = blocks.packed ? 1 : ceil_div(scan_max(64, 4 * p.dstate), width);
+    cells_per_run = ceil_div(blocks.blocks_per_run, cell_blocks);
+    const int64_t runs = blocks.count / blocks.blocks_per_run;
+    cells = runs * cells_per_run;
+    cells_B = B.varies && !blocks.packed ? B.group_size / blocks.run * cells_per_run : 1;
+    cells_C = C.varies && !blocks.packed ? C.group_size / blocks.run * cells_per_run : 1;
+    // At most 32 blocks, and sums of dA no larger than a quarter of u.
+    batch_rows = scan_max(1, scan_max(ceil_div(p.batch, 32), ceil_div(4 * p.dstate, scan_max(1, p.seqlen))));
+    batch_blocks = ceil_div(p.batch, batch_rows);
+    if (p.u.stride[2] == 1 && p.u.stride[1] != 1 && !blocks.per_lane) rows = {32, size_of(p.u.dtype) < 4 ? 32 : 16};
+  }
+
+  MAMBA_INLINE int64_t first_block(int64_t cell) const {
+    const int64_t in_run = cell % cells_per_run;
+    return cell / cells_per_run * blocks.blocks_per_run + in_run * blocks.blocks_per_run / cells_per_run;
+  }
+};
+
+// Partial sums in memory; null where there is only one part, which is stored at once.
+template <class T>
+struct BackwardParts {
+  Scratch<T> B, C;                        // [batch][cell][seqlen][dstate]
+  Scratch<T> dA, constant_B, constant_C;  // [batch block][block][dstate][width]
+  Scratch<T> dD, bias;                    // [batch block][block][width]
+
+  BackwardParts(const SelectiveScanBwd& p, const BackwardPlan<T>& plan)
+      : B(plan.cells_B > 1 ? p.batch * plan.cells * p.seqlen * p.dstate : 0),
+        C(plan.cells_C > 1 ? p.batch * plan.cells * p.seqlen * p.dstate : 0),
+        dA(table(plan) * p.dstate),
+        constant_B(p.B_varies ? 0 : table(plan) * p.dstate),
+        constant_C(p.C_varies ? 0 : table(plan) * p.dstate),
+        dD(p.D ? table(plan) : 0),
+        bias(p.delta_bias ? table(plan) : 0) {}
+
+ private:
+  static int64_t table(const BackwardPlan<T>& plan) {
+    return plan.batch_blocks > 1 ? plan.batch_blocks * plan.blocks.count * Simd<T>::width : 0;
+  }
+};
+
+// Stores [dstate][width] sums of the channels of a block as (channel, n) of a parameter gradient.
+template <class T>
+void store_parameter(const T* sums, const View<2>& to, int64_t channel, int lanes, int64_t dstate) {
+  store_tile(sums, address(to, channel, 0), to.dtype, to.stride[1], to.stride[0], static_cast<int>(dstate), lanes);
+}
+
+View<2> constant_matrix(const View<4>& v) { return {v.data, v.dtype, {v.stride[1], v.stride[2]}}; }
+
+// Stores rows [begin, begin + rows) of dB or dC of one group from numbers [rows][dstate]; reads up to a vector beyond them.
+template <class T>
+void store_matrix_rows(const T* numbers, const View<4>& to, int64_t batch, int64_t group, int64_t begin, int rows, int64_t dstate) {
+  constexpr int width = Simd<T>::width;
+  for (int64_t n = 0; n < dstate; n += width) {
+    store_tile(numbers + n, address(to, batch, group, n, begin), to.dtype, to.stride[3], to.stride[2], rows,
+               static_cast<int>(scan_min(width, dstate - n)), dstate);
+  }
+}
+
+// The work of one thread, for some cells of one batch block at a time.
+template <class T>
+class Backward {
+ public:
+  Backward(const SelectiveScanBwd& p, const BackwardPlan<T>& plan, const BackwardParts<T>& parts, int64_t table_blocks)
+      : p_(p),
+        plan_(plan),
+        blocks_(plan.blocks),
+        parts_(parts),
+        A2_(table_blocks * p.dstate * width),
+        lambda_(table_blocks * p.dstate * width),
+        dA_(table_blocks * p.dstate * width),
+        constant_B_(p.B_varies ? 0 : table_blocks * p.dstate * width),
+        constant_C_(p.C_varies ? 0 : table_blocks * p.dstate * width),
+        skip_(table_blocks * width),
+        bias_(table_blocks * width),
+        dD_(table_blocks * width),
+        dbias_(table_blocks * width),
+        B_rows_(scan_rows_size<T>(p, blocks_.per_lane, plan.rows.block)),
+        C_rows_(scan_rows_size<T>(p, blocks_.per_lane, plan.rows.block)),
+        dB_(p.B_varies ? (plan.rows.block * p.dstate + width) * width : 0),
+        dC_(p.C_varies ? (plan.rows.block * p.dstate + width) * width : 0),
+        sums_(plan.rows.block * p.dstate + width),
+        states_(p.dstate * width),
+        kept_(2 * chunk_rows * states_in_registers * width) {}
+
+  void run(int64_t batch_block, int64_t first_cell, int64_t last_cell) {
+    first_ = plan_.first_block(first_cell);
+    const int64_t end = plan_.first_block(last_cell);
+    load_parameters(end);
+    const int64_t last_batch = scan_min(p_.batch, (batch_block + 1) * plan_.batch_rows);
+    for (int64_t batch = batch_block * plan_.batch_rows; batch < last_batch; ++batch) {
+      pass_through(batch, end);
+      const int64_t row_blocks = ceil_div(p_.seqlen, plan_.rows.block);
+      for (int64_t k = row_blocks - 1; k >= 0; --k) {
+        time_ = k * plan_.rows.block;
+        rows_ = static_cast<int>(scan_min(plan_.rows.block, p_.seqlen - time_));
+        segments_.fill(p_, batch, time_, rows_);
+        loaded_run_ = -1;
+        for (int64_t cell = first_cell; cell < last_cell; ++cell) run_cell(batch, cell, end);
+      }
+    }
+    for (int64_t block = first_; block < end; ++block) flush(batch_block, block);
+  }
+
+ private:
+  static constexpr int width = Simd<T>::width;
+  static constexpr int max_tile = 32;
+
+  T* table(const Scratch<T>& of, int64_t block) const { return of.get() + (block - first_) * p_.dstate * width; }
+  T* vector(const Scratch<T>& of, int64_t block) const { return of.get() + (block - first_) * width; }
+
+  void load_parameters(int64_t end) {
+    for (int64_t block = first_; block < end; ++block) {
+      const int64_t channel = blocks_.channel(block), bytes = p_.dstate * width * sizeof(T);
+      const int lanes = blocks_.lanes(block);
+      load_A(table(A2_, block), p_, channel, lanes, T(1.44269504088896340736));
+      load_parameter(vector(skip_, block), p_.D, channel, lanes);
+      load_parameter(vector(bias_, block), p_.delta_bias, channel, lanes);
+      __builtin_memset(table(dA_, block), 0, bytes);
+      if (!p_.B_varies) __builtin_memset(table(constant_B_, block), 0, bytes);
+      if (!p_.C_varies) __builtin_memset(table(constant_C_, block), 0, bytes);
+      store(vector(dD_, block), zero<T>());
+      store(vector(dbias_, block), zero<T>());
+    }
+  }
+
+  // The gradient of an empty sequence's state passes straight through.
+  void pass_through(int64_t batch, int64_t end) {
+    if (!p_.dinitial_state) return;
+    const int64_t count = p_.cu_seqlens ? p_.num_sequences : 1;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t index = p_.cu_seqlens ? i : batch;
+      if (!scan_is_empty(p_, index)) continue;
+      for (int64_t block = first_; block < end; ++block) {
+        load_states(states_.get(), p_.dlast_state, index, blocks_.channel(block), blocks_.lanes(block), p_.dstate);
+        store_states(states_.get(), p_.dinitial_state, index, blocks_.channel(block), blocks_.lanes(block), p_.dstate);
+      }
+    }
+  }
+
+  void run_cell(int64_t batch, int64_t cell, int64_t end) {
+    const int64_t sums = (ceil_div(rows_ * p_.dstate, width) * width) * width * sizeof(T);
+    if (p_.B_varies) __builtin_memset(dB_.get(), 0, sums);
+    if (p_.C_varies) __builtin_memset(dC_.get(), 0, sums);
+    const int64_t first = plan_.first_block(cell), last = plan_.first_block(cell + 1);
+    for (int64_t block = first; block < last; ++block) {
+      const int64_t channel = blocks_.channel(block);
+      const int lanes = blocks_.lanes(block);
+      if (blocks_.per_lane || block / blocks_.blocks_per_run != loaded_run_) {
+        B_now_ = load_scan_rows(B_rows_.get(), p_, plan_.B, blocks_.per_lane, blocks_.packed, batch, channel, lanes, time_, rows_);
+        C_now_ = load_scan_rows(C_rows_.get(), p_, plan_.C, blocks_.per_lane, blocks_.packed, batch, channel, lanes, time_, rows_);
+        loaded_run_ = block / blocks_.blocks_per_run;
+      }
+      for (int row = (rows_ - 1) / plan_.rows.tile * plan_.rows.tile; row >= 0; row -= plan_.rows.tile) {
+        if (row > 0)
+          prefetch(batch, channel, time_ + row - plan_.rows.tile);
+        else if (block + 1 < end)
+          prefetch(batch, blocks_.channel(block + 1), time_ + (rows_ - 1) / plan_.rows.tile * plan_.rows.tile);
+        else if (time_ > 0)
+          prefetch(batch, blocks_.channel(first_), time_ - plan_.rows.tile);
+        tile(batch, block, channel, lanes, row, static_cast<int>(scan_min(plan_.rows.tile, rows_ - row)));
+      }
+    }
+    if (p_.B_varies) store_sums(dB_.get(), plan_.B, p_.dB, parts_.B.get(), batch, cell);
+    if (p_.C_varies) store_sums(dC_.get(), plan_.C, p_.dC, parts_.C.get(), batch, cell);
+  }
+
+  MAMBA_INLINE void prefetch(int64_t batch, int64_t channel, int64_t time) {
+    const int rows = static_cast<int>(scan_min(plan_.rows.tile, p_.seqlen - time)),
+              lanes = static_cast<int>(scan_min(width, p_.dim - channel));
+    const auto ask = [&](const View<3>& view, auto write) __attribute__((always_inline)) {
+      if (view) prefetch_tile<write>(address(view, batch, channel, time), view.dtype, view.stride[2], view.stride[1], rows, lanes);
+    };
+    ask(p_.u, std::false_type{});
+    ask(p_.delta, std::false_type{});
+    ask(p_.z, std::false_type{});
+    ask(p_.dout, std::false_type{});
+    ask(p_.du, std::true_type{});
+    ask(p_.ddelta, std::true_type{});
+    ask(p_.dz, std::true_type{});
+    for (int i = 0; i < rows; i += chunk_rows) {
+      const T* from = chunk_state(batch, time + i, channel);
+      for (int64_t n = 0; n < p_.dstate; ++n) __builtin_prefetch(from + n * p_.dim);
+    }
+  }
+
+  const T* chunk_state(int64_t batch, int64_t time, int64_t channel) const {
+    const int64_t chunks = ceil_div(p_.seqlen, selective_scan_chunk);
+    return static_cast<const T*>(p_.chunk_states) + (batch * chunks + time / selective_scan_chunk) * p_.dstate * p_.dim + channel;
+  }
+
+  // Lane partials of a cell -> dB or dC rows of its group, or the cell's part of them.
+  void store_sums(T* partials, const ScanMatrix& matrix, const View<4>& to, T* parts, int64_t batch, int64_t cell) {
+    const int64_t count = rows_ * p_.dstate, channel = blocks_.channel(plan_.first_block(cell));
+    if (blocks_.packed) {
+      const int lanes = blocks_.lanes(plan_.first_block(cell)), size = static_cast<int>(matrix.group_size);
+      for (int lane = 0; lane < lanes; lane += size) {
+        for (int64_t j = 0; j < count; ++j) {
+          T sum = 0;
+          for (int i = 0; i < size; ++i) sum += partials[j * width + lane + i];
+          sums_.get()[j] = sum;
+        }
+        store_matrix_rows(sums_.get(), to, batch, matrix.group(channel + lane), time_, rows_, p_.dstate);
+      }
+      return;
+    }
+    T* part = parts ? parts + ((batch * plan_.cells + cell) * p_.seqlen + time_) * p_.dstate : sums_.get();
+    for (int64_t j = 0; j < count; j += width) {
+      Vec<T> v[width];
+      for (int i = 0; i < width; ++i) v[i] = load(partials + (j + i) * width);
+      const Vec<T> sums = sum_each(v);
+      if (!parts || j + width <= count)
+        store(part + j, sums);
+      else
+        store_partial(part + j, sums, static_cast<int>(count - j));
+    }
+    if (!parts) store_matrix_rows(part, to, batch, matrix.group(channel), time_, rows_, p_.dstate);
+  }
+
+  static TileRows<T> rows_of(T* tile, const View<3>& view, int64_t batch, int64_t channel, int64_t time, int rows, int lanes) {
+    return tile_rows(tile, address(view, batch, channel, time), view.dtype, view.stride[2], view.stride[1], rows, lanes);
+  }
+
+  // Rows [row, row + rows) of the row block.
+  void tile(int64_t batch, int64_t block, int64_t channel, int lanes, int row, int rows) {
+    const int64_t time = time_ + row;
+    const TileRows<T> delta_in = rows_of(delta_, p_.delta, batch, channel, time, rows, lanes);
+    const Vec<T> bias = load(vector(bias_, block)), skip = load(vector(skip_, block));
+    BackwardTile<T> tile{{delta_, width}, rows_of(u_, p_.u, batch, channel, time, rows, lanes), {g_, width}, y_, s1_, s2_};
+    for (int i = 0; i < rows; ++i) {
+      const Vec<T> e = delta_in[i] + bias;
+      const WithSlope<Vec<T>> delta = p_.delta_softplus ? softplus_with_slope(e) : WithSlope<Vec<T>>{e, broadcast<T>(1)};
+      store(delta_ + i * width, delta.value);
+      store(slope_ + i * width, delta.slope);
+    }
+    if (!p_.dout) {
+      for (int i = 0; i < rows; ++i) store(g_ + i * width, zero<T>());
+    } else {
+      tile.g = rows_of(g_, p_.dout, batch, channel, time, rows, lanes);
+    }
+    if (p_.z) {
+      const TileRows<T> z = rows_of(dz_, p_.z, batch, channel, time, rows, lanes);
+      for (int i = 0; i < rows; ++i) {
+        const WithSlope<Vec<T>> gate = silu_with_slope(z[i]);
+        const Vec<T> dout = tile.g[i];
+        store(g_ + i * width, dout * gate.value);
+        store(dz_ + i * width, dout * gate.slope);
+      }
+      tile.g = {g_, width};
+    }
+    const int valid = static_cast<int>(scan_max(0, scan_min(rows, segments_.valid - row)));
+    spans(tile, batch, block, channel, lanes, row, row + valid);
+    finish(tile, block, skip, rows, valid);
+    store_rows(du_, p_.du, batch, channel, time, rows, lanes);
+    store_rows(delta_, p_.ddelta, batch, channel, time, rows, lanes);
+    if (p_.z) store_rows(dz_, p_.dz, batch, channel, time, rows, lanes);
+  }
+
+  static void store_rows(const T* tile, const View<3>& view, int64_t batch, int64_t channel, int64_t time, int rows, int lanes) {
+    store_tile(tile, address(view, batch, channel, time), view.dtype, view.stride[2], view.stride[1], rows, lanes);
+  }
+
+  // du = D g + delta s1;   ddelta = (u s1 + s2) softplus';   dz = dout silu' (y + D u)
+  void finish(const BackwardTile<T>& tile, int64_t block, Vec<T> skip, int rows, int valid) {
+    constexpr T ln2 = T(0.693147180559945309417);
+    Vec<T> dD = load(vector(dD_, block)), dbias = load(vector(dbias_, block));
+    for (int i = 0; i < valid; ++i) {
+      const Vec<T> u = tile.u[i], g = tile.g[i], s1 = load(s1_ + i * width);
+      const Vec<T> ddelta = (u * s1 + ln2 * load(s2_ + i * width)) * load(slope_ + i * width);
+      store(du_ + i * width, skip * g + load(delta_ + i * width) * s1);
+      store(delta_ + i * width, ddelta);
+      if (p_.z) store(dz_ + i * width, load(dz_ + i * width) * (load(y_ + i * width) + skip * u));
+      dD += g * u;
+      dbias += ddelta;
+    }
+    store(vector(dD_, block), dD);
+    store(vector(dbias_, block), dbias);
+    for (int i = valid; i < rows; ++i) {
+      for (T* to : {du_, delta_, dz_}) store(to + i * width, zero<T>());
+    }
+  }
+
+  // The rows [row, valid) of the row block, from the last span (a piece of one segment within a chunk) to the first.
+  void spans(const BackwardTile<T>& tile, int64_t batch, int64_t block, int64_t channel, int lanes, int row, int valid) {
+    int8_t starts[max_tile + 1];
+    int count = 0;
+    for (int from = row; from < valid; from = segments_.next(from, valid, time_, selective_scan_chunk)) {
+      starts[count++] = static_cast<int8_t>(from - row);
+    }
+    if (p_.dstate == 0) {
+      for (int i = 0; i < (valid - row) * width; i += width) {
+        for (T* sums : {y_, s1_, s2_}) store(sums + i, zero<T>());
+      }
+    }
+    T* lambda = table(lambda_, block);
+    for (int k = count - 1; k >= 0; --k) {
+      const int from = row + starts[k], to = k + 1 < count ? row + starts[k + 1] : valid;
+      const int64_t start = segments_.start[from], end = segments_.end[to - 1];
+      if (start != ScanSegments::inside) {
+        load_states(states_.get(), p_.initial_state, start, channel, lanes, p_.dstate);
+      } else {
+        load_tile(states_.get(), chunk_state(batch, time_ + from, channel), std::is_same_v<T, double> ? DType::f64 : DType::f32, p_.dim, 1,
+                  static_cast<int>(p_.dstate), lanes);
+      }
+      if (end != ScanSegments::inside) load_states(lambda, p_.dlast_state, end, channel, lanes, p_.dstate);
+      span(tile, block, starts[k], to - from, from);
+      if (start != ScanSegments::inside) {
+        store_states(lambda, p_.dinitial_state, start, channel, lanes, p_.dstate);
+        __builtin_memset(lambda, 0, p_.dstate * width * sizeof(T));
+      }
+    }
+  }
+
+  // Tile rows [in_tile, in_tile + rows), rows of B and C from `in_block` on.
+  void span(const BackwardTile<T>& tile, int64_t block, int in_tile, int rows, int in_block) {
+    const auto from = [&](TileRows<T> r) { return TileRows<T>{r.data + in_tile * r.pitch, r.pitch}; };
+    const int64_t at = in_tile * width;
+    const BackwardTile<T> piece{from(tile.delta), from(tile.u), from(tile.g), tile.y + at, tile.s1 + at, tile.s2 + at};
+    const T* A2 = table(A2_, block);
+    T *lambda = table(lambda_, block), *dA = table(dA_, block);
+    const int64_t row_step = p_.dstate * width;
+    const LaneSums<T> dB = p_.B_varies ? LaneSums<T>{dB_.get() + in_block * row_step, row_step} : LaneSums<T>{table(constant_B_, block), 0};
+    const LaneSums<T> dC = p_.C_varies ? LaneSums<T>{dC_.get() + in_block * row_step, row_step} : LaneSums<T>{table(constant_C_, block), 0};
+    const ScanRows<T> B{B_now_.data + in_block * B_now_.row_step, B_now_.row_step, B_now_.state_step};
+    const ScanRows<T> C{C_now_.data + in_block * C_now_.row_step, C_now_.row_step, C_now_.state_step};
+    for_state_pieces<states_in_registers>(p_.dstate, [&](int64_t n, auto count) __attribute__((always_inline)) {
+      const auto core =
+          blocks_.per_lane ? scan_states_backward<decltype(count)::value, true, T> : scan_states_backward<decltype(count)::value, false, T>;
+      core(piece, rows, n == 0, A2 + n * width, states_.get() + n * width, lambda + n * width, dA + n * width,
+           {B.data + n * B.state_step, B.row_step, B.state_step}, {C.data + n * C.state_step, C.row_step, C.state_step},
+           {dB.data + n * width, dB.row_step}, {dC.data + n * width, dC.row_step}, kept_.get());
+    });
+  }
+
+  // The sums of one block over the batch block, into the gradients or the parts.
+  void flush(int64_t batch_block, int64_t block) {
+    const int64_t channel = blocks_.channel(block), part = batch_block * blocks_.count + block, size = p_.dstate * width;
+    const int lanes = blocks_.lanes(block);
+    const bool direct = plan_.batch_blocks == 1;
+    const auto matrix = [&](const Scratch<T>& sums, const View<2>& to, const Scratch<T>& parts) {
+      if (direct)
+        store_parameter(table(sums, block), to, channel, lanes, p_.dstate);
+      else
+        __builtin_memcpy(parts.get() + part * size, table(sums, block), size * sizeof(T));
+    };
+    const auto line = [&](const Scratch<T>& sums, const View<1>& to, const Scratch<T>& parts) {
+      if (direct)
+        store_tile(vector(sums, block), address(to, channel), to.dtype, 0, to.stride[0], 1, lanes);
+      else
+        store(parts.get() + part * width, load(vector(sums, block)));
+    };
+    matrix(dA_, p_.dA, parts_.dA);
+    if (!p_.B_varies) matrix(constant_B_, constant_matrix(p_.dB), parts_.constant_B);
+    if (!p_.C_varies) matrix(constant_C_, constant_matrix(p_.dC), parts_.constant_C);
+    if (p_.dD) line(dD_, p_.dD, parts_.dD);
+    if (p_.ddelta_bias) line(dbias_, p_.ddelta_bias, parts_.bias);
+  }
+
+  const SelectiveScanBwd& p_;
+  const BackwardPlan<T>& plan_;
+  const ScanBlocks<T>& blocks_;
+  const BackwardParts<T>& parts_;
+  const Scratch<T> A2_, lambda_, dA_, constant_B_, constant_C_, skip_, bias_, dD_, dbias_, B_rows_, C_rows_, dB_, dC_, sums_, states_,
+      kept_;
+  ScanRows<T> B_now_{}, C_now_{};
+  int64_t first_ = 0, time_ = 0, loaded_run_ = -1;
+  int rows_ = 0;
+  ScanSegments segments_;
+  alignas(64) T delta_[max_tile * width];
+  alignas(64) T slope_[max_tile * width];
+  alignas(64) T u_[max_tile * width];
+  alignas(64) T g_[max_tile * width];
+  alignas(64) T dz_[max_tile * width];
+  alignas(64) T du_[max_tile * width];
+  alignas(64) T y_[max_tile * width];
+  alignas(64) T s1_[max_tile * width];
+  alignas(64) T s2_[max_tile * width];
+};
+
+// Adds up the parts, in order.
+template <class T>
+class Merge {
+ public:
+  Merge(const SelectiveScanBwd& p, const BackwardPlan<T>& plan, const BackwardParts<T>& parts) : p_(p), plan_(plan), parts_(parts) {}
+
+  void run() {
+    const int64_t blocks = plan_.batch_blocks != 1 ? plan_.blocks.count : 0;
+    const int64_t times = ceil_div(p_.seqlen, rows);
+    const int64_t items_B = plan_.cells_B > 1 ? p_.batch * p_.ngroups_B * times : 0,
+                  items_C = plan_.cells_C > 1 ? p_.batch * p_.ngroups_C * times : 0;
+    parallel_for(blocks + items_B + items_C, [&](int64_t begin, int64_t end) {
+      const Scratch<T> sums(scan_max(p_.dstate * width, rows * p_.dstate) + width);
+      for (int64_t i = begin; i < end; ++i) {
+        if (i < blocks)
+          block(i, sums.get());
+        else if (i < blocks + items_B)
+          matrix_rows(p_.dB, parts_.B.get(), p_.ngroups_B, plan_.cells_B, i - blocks, times, sums.get());
+        else
+          matrix_rows(p_.dC, parts_.C.get(), p_.ngroups_C, plan_.cells_C, i - blocks - items_B, times, sums.get());
+      }
+    });
+  }
+
+ private:
+  static constexpr int width = Simd<T>::width;
+  static constexpr int rows = 32;
+
+  // sums[0..count) = the sum over k < parts of from[k * step + ...]
+  static void add_up(T* sums, const T* from, int64_t parts, int64_t step, int64_t count) {
+    int64_t j = 0;
+    for (; j + width <= count; j += width) {
+      Vec<T> sum = zero<T>();
+      for (int64_t k = 0; k < parts; ++k) sum += load(from + k * step + j);
+      store(sums + j, sum);
+    }
+    if (j == count) return;
+    Vec<T> sum = zero<T>();
+    for (int64_t k = 0; k < parts; ++k) sum += load_partial<T>(from + k * step + j, static_cast<int>(count - j));
+    store(sums + j, sum);
+  }
+
+  void block(int64_t index, T* sums) const {
+    const int64_t channel = plan_.blocks.channel(index), size = p_.dstate * width, count = plan_.blocks.count;
+    const int lanes = plan_.blocks.lanes(index);
+    const auto matrix = [&](const Scratch<T>& parts, const View<2>& to) {
+      add_up(sums, parts.get() + index * size, plan_.batch_blocks, count * size, size);
+      store_parameter(sums, to, channel, lanes, p_.dstate);
+    };
+    const auto line = [&](const Scratch<T>& parts, const View<1>& to) {
+      add_up(sums, parts.get() + index * width, plan_.batch_blocks, count * width, width);
+      store_tile(sums, address(to, channel), to.dtype, 0, to.stride[0], 1, lanes);
+    };
+    matrix(parts_.dA, p_.dA);
+    if (!p_.B_varies) matrix(parts_.constant_B, constant_matrix(p_.dB));
+    if (!p_.C_varies) matrix(parts_.constant_C, constant_matrix(p_.dC));
+    if (p_.dD) line(parts_.dD, p_.dD);
+    if (p_.ddelta_bias) line(parts_.bias, p_.ddelta_bias);
+  }
+
+  // `rows` times of one group of dB or dC.
+  void matrix_rows(const View<4>& to, const T* parts, int64_t groups, int64_t cells, int64_t item, int64_t times, T* sums) const {
+    const int64_t time = item % times * rows, group = item / times % groups, batch = item / times / groups;
+    const int64_t count = scan_min(rows, p_.seqlen - time), step = p_.seqlen * p_.dstate;
+    add_up(sums, parts + (batch * plan_.cells + group * cells) * step + time * p_.dstate, cells, step, count * p_.dstate);
+    store_matrix_rows(sums, to, batch, group, time, static_cast<int>(count), p_.dstate);
+  }
+
+  const SelectiveScanBwd& p_;
+  const BackwardPlan<T>& plan_;
+  const BackwardParts<T>& parts_;
+};
+
+// Items are (batch block, cell); a thread takes neighbouring cells of a batch block together, as many as its tables hold.
+template <class T>
+void backward(const SelectiveScanBwd& p) {
+  const BackwardPlan<T> plan(p);
+  const BackwardParts<T> parts(p, plan);
+  const int64_t cell_blocks = ceil_div(plan.blocks.blocks_per_run, plan.cells_per_run);
+  const int64_t most_cells = scan_max(1, 65536 / scan_max(1, p.dstate * cell_blocks * Simd<T>::width));
+  parallel_for(plan.batch_blocks * plan.cells, [&](int64_t begin, int64_t end) {
+    Backward<T> work(p, plan, parts, scan_min(most_cells, plan.cells) * cell_blocks);
+    while (begin < end) {
+      const int64_t batch_block = begin / plan.cells, cell = begin % plan.cells;
+      const int64_t count = scan_min(most_cells, scan_min(plan.cells - cell, end - begin));
+      work.run(batch_block, cell, cell + count);
+      begin += count;
+    }
+  });
+  Merge<T>(p, plan, parts).run();
+}
+
+}  // namespace
+
+void selective_scan_bwd(const SelectiveScanBwd& p) {
+  if (p.dim == 0) return;
+  dispatch_accumulate(p.u.dtype, [&](auto tag) { backward<typename decltype(tag)::type>(p); });
+}
+
+}  // namespace mamba::cpu::MAMBA_CPU_LEVEL
