@@ -16,8 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
-from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError:
+    raise SystemExit("mamba_ops: building needs setuptools >= 77; run `pip install -U setuptools`") from None
 
 ROOT = Path(__file__).parent.resolve()
 CSRC = ROOT / "csrc"

@@ -46,4 +46,38 @@ STABLE_TORCH_LIBRARY(mamba, m) {
   m.def(
       "causal_conv1d_bwd(Tensor? dout, Tensor? dlast_state, Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, "
       "Tensor? seq_idx, Tensor? cu_seqlens, str activation) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dinitial_state)");
+
+  // x, out (batch, dim) or (batch, dim, seqlen); conv_state (batch, dim, state_len), state_len >= width - 1; weight (dim, width); bias
+  // (dim)
+  m.def(
+      "conv1d_step(Tensor x, Tensor conv_state, Tensor weight, Tensor? bias=None, str activation=\"none\") "
+      "-> (Tensor out, Tensor new_state)");
+  m.def("conv1d_step_fwd(Tensor x, Tensor conv_state, Tensor weight, Tensor? bias, str activation) -> (Tensor out, Tensor new_state)");
+  m.def(
+      "conv1d_step_bwd(Tensor? dout, Tensor? dnew_state, Tensor x, Tensor conv_state, Tensor weight, Tensor? bias, str activation) "
+      "-> (Tensor dx, Tensor dconv_state, Tensor dweight, Tensor dbias)");
+  // The same in place; cache_seqlens (batch) makes the cache circular; conv_state (entries, dim, state_len) with conv_state_indices (batch)
+  m.def(
+      "conv1d_step_(Tensor x, Tensor(a!) conv_state, Tensor weight, Tensor? bias=None, str activation=\"none\", "
+      "Tensor? cache_seqlens=None, Tensor? conv_state_indices=None) -> Tensor");
+  // d_y, d_x (dim) or (batch, dim); state (dim, width), (dim * width) or (batch, dim, width); weight, d_weight (dim, width) or
+  // (dim * width); d_bias (dim). d_x is overwritten, d_weight and d_bias accumulated onto.
+  m.def("conv1d_step_bwd_(Tensor d_y, Tensor state, Tensor weight, Tensor(a!) d_x, Tensor(b!) d_weight, Tensor(c!)? d_bias=None) -> ()");
+
+  // state (batch, nheads, headdim, dstate); x, dt, z, out (batch, nheads, headdim); A (nheads, headdim, dstate); B, C (batch, ngroups,
+  // dstate); D, dt_bias (nheads, headdim). Without heads: state (batch, dim, dstate), x (batch, dim), A (dim, dstate), B (batch, dstate) …
+  m.def(
+      "selective_state_update(Tensor state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D=None, Tensor? z=None, "
+      "Tensor? dt_bias=None, bool dt_softplus=False) -> (Tensor out, Tensor new_state)");
+  m.def(
+      "selective_state_update_fwd(Tensor state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, "
+      "Tensor? dt_bias, bool dt_softplus) -> (Tensor out, Tensor new_state)");
+  m.def(
+      "selective_state_update_bwd(Tensor? dout, Tensor? dnew_state, Tensor state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, "
+      "Tensor? D, Tensor? z, Tensor? dt_bias, bool dt_softplus) -> (Tensor dstate, Tensor dx, Tensor ddt, Tensor dA, Tensor dB, "
+      "Tensor dC, Tensor dD, Tensor dz, Tensor ddt_bias)");
+  // The same in place; with state_batch_indices (batch) state has shape (entries, …)
+  m.def(
+      "selective_state_update_(Tensor(a!) state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D=None, Tensor? z=None, "
+      "Tensor? dt_bias=None, bool dt_softplus=False, Tensor? state_batch_indices=None) -> Tensor");
 }

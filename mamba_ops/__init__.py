@@ -4,6 +4,23 @@ The operators are `torch.ops.mamba.*`; the functions here document them and call
 """
 
 from ._version import __version__
-from .ops import causal_conv1d, rms_norm
+from .ops import (
+    causal_conv1d,
+    conv1d_step,
+    conv1d_step_,
+    rms_norm,
+    selective_scan,
+    selective_state_update,
+    selective_state_update_,
+)
 
-__all__ = ["__version__", "causal_conv1d", "rms_norm"]
+__all__ = [
+    "__version__",
+    "causal_conv1d",
+    "conv1d_step",
+    "conv1d_step_",
+    "rms_norm",
+    "selective_scan",
+    "selective_state_update",
+    "selective_state_update_",
+]

@@ -107,3 +107,14 @@ def empty_gradient(like: torch.Tensor, argument: torch.Tensor | None) -> torch.T
     if argument is None:
         return like.new_empty((0,))
     return argument.new_empty(argument.shape)
+
+
+def refuse_gradients(op: str, **tensors: torch.Tensor | None) -> None:
+    """In-place operators carry no gradient: while grad mode is on, no argument may require one."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad:
+            functional = op.rstrip("_")
+            raise RuntimeError(
+                f"{op}: {name} requires grad, but {op} works in place and carries no gradient; "
+                f"use {functional}, or call it under torch.no_grad()"
+            )

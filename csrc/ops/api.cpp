@@ -29,6 +29,12 @@ const char* dtype_name(ScalarType dtype) {
   }
 }
 
+std::vector<int64_t> sizes_of(const Tensor& tensor) {
+  std::vector<int64_t> sizes(tensor.dim());
+  for (size_t axis = 0; axis < sizes.size(); ++axis) sizes[axis] = tensor.size(axis);
+  return sizes;
+}
+
 std::string shape_text(const Tensor& tensor) {
   std::ostringstream text;
   text << '(';
@@ -66,9 +72,7 @@ Tensor empty(const Tensor& like, const std::vector<int64_t>& sizes, ScalarType d
 
 Tensor empty_gradient(const Tensor& like, const OptionalTensor& argument) {
   if (!argument) return empty(like, {0}, like.scalar_type());
-  std::vector<int64_t> sizes(argument->dim());
-  for (size_t axis = 0; axis < sizes.size(); ++axis) sizes[axis] = argument->size(axis);
-  return empty(like, sizes, argument->scalar_type());
+  return empty(like, sizes_of(*argument), argument->scalar_type());
 }
 
 Tensor empty_sequence(const Tensor& like) {
@@ -109,6 +113,18 @@ int64_t check_packing(const Checker& check, const OptionalTensor& seq_idx, const
   if (load_index(bounds, count) > seqlen)
     fail(check.op(), ": cu_seqlens must end at most at seqlen = ", seqlen, ", got ", load_index(bounds, count));
   return count;
+}
+
+void check_entries(const Checker& check, const char* name, const OptionalTensor& indices, int64_t batch, const char* cache_name,
+                   const Tensor& cache) {
+  check.shape(name, indices, {{"batch", batch}});
+  check.index(name, indices);
+  if (!indices || !indices->is_cpu()) return;
+  const View<1> view = view_of<1>(*indices);
+  for (int64_t b = 0; b < batch; ++b)
+    if (load_index(view, b) >= cache.size(0))
+      fail(check.op(), ": ", name, " must be below ", cache_name, "'s number of entries ", cache.size(0), ", got ", load_index(view, b),
+           " at position ", b);
 }
 
 }  // namespace mamba

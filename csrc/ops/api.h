@@ -21,6 +21,7 @@ using OptionalTensor = std::optional<Tensor>;
 
 bool is_floating(ScalarType dtype);        // one of the four that the kernels take
 const char* dtype_name(ScalarType dtype);  // "float32", as Python prints it without "torch."
+std::vector<int64_t> sizes_of(const Tensor& tensor);
 std::string shape_text(const Tensor& tensor);
 std::string device_text(const Tensor& tensor);
 DType dtype_of(const Tensor& tensor);

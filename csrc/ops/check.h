@@ -102,4 +102,8 @@ class Checker {
 int64_t check_packing(const Checker& check, const std::optional<Tensor>& seq_idx, const std::optional<Tensor>& cu_seqlens, int64_t batch,
                       int64_t seqlen);
 
+// Indices of cache entries, one a row: int32 or int64, below the number of entries (on CPU the contents are checked); negative is padding.
+void check_entries(const Checker& check, const char* name, const OptionalTensor& indices, int64_t batch, const char* cache_name,
+                   const Tensor& cache);
+
 }  // namespace mamba

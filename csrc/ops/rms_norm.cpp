@@ -58,12 +58,6 @@ class RowOperands {
   std::vector<Operand> operands_;
 };
 
-std::vector<int64_t> sizes_of(const Tensor& tensor) {
-  std::vector<int64_t> sizes(tensor.dim());
-  for (size_t axis = 0; axis < sizes.size(); ++axis) sizes[axis] = tensor.size(axis);
-  return sizes;
-}
-
 // rms has x's leading shape, with a last axis of groups when there is a group size.
 std::vector<int64_t> rms_sizes(const Tensor& x, std::optional<int64_t> group_size) {
   std::vector<int64_t> sizes = sizes_of(x);

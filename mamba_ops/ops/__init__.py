@@ -1,13 +1,16 @@
-"""The operators: public functions, one file each. Importing this module registers their fakes, gradients and autocast rules."""
+"""The operators: public functions, one file each. Importing this module registers fakes, gradients and autocast rules."""
 
 from .. import _library
 
 _library.load()
 
 from . import causal_conv1d as _causal_conv1d  # noqa: E402
+from . import conv1d_step as _conv1d_step  # noqa: E402
 from . import rms_norm as _rms_norm  # noqa: E402
+from . import selective_scan as _selective_scan  # noqa: E402
+from . import selective_state_update as _selective_state_update  # noqa: E402
 
-MODULES = (_causal_conv1d, _rms_norm)
+MODULES = (_causal_conv1d, _conv1d_step, _rms_norm, _selective_scan, _selective_state_update)
 
 
 def register(namespace: str) -> None:
@@ -19,6 +22,18 @@ def register(namespace: str) -> None:
 register(_library.NAMESPACE)
 
 from .causal_conv1d import causal_conv1d  # noqa: E402
+from .conv1d_step import conv1d_step, conv1d_step_  # noqa: E402
 from .rms_norm import rms_norm  # noqa: E402
+from .selective_scan import selective_scan  # noqa: E402
+from .selective_state_update import selective_state_update, selective_state_update_  # noqa: E402
 
-__all__ = ["causal_conv1d", "register", "rms_norm"]
+__all__ = [
+    "causal_conv1d",
+    "conv1d_step",
+    "conv1d_step_",
+    "register",
+    "rms_norm",
+    "selective_scan",
+    "selective_state_update",
+    "selective_state_update_",
+]

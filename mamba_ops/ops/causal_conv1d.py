@@ -64,9 +64,15 @@ def causal_conv1d(
         >>> print(out, last_state)
         tensor([[[ 1., 12., 23.]]]) tensor([[[3.]]])
     """
+    name = activation_name("causal_conv1d", activation)
+    return torch.ops.mamba.causal_conv1d(x, weight, bias, initial_state, seq_idx, cu_seqlens, name)
+
+
+def activation_name(op: str, activation: str | None) -> str:
+    """The operators' name of an activation."""
     if activation not in ACTIVATIONS:
-        raise ValueError(f"causal_conv1d: activation must be None, 'silu' or 'swish', got {activation!r}")
-    return torch.ops.mamba.causal_conv1d(x, weight, bias, initial_state, seq_idx, cu_seqlens, ACTIVATIONS[activation])
+        raise ValueError(f"{op}: activation must be None, 'silu' or 'swish', got {activation!r}")
+    return ACTIVATIONS[activation]
 
 
 def _check(check, x, weight, bias, initial_state, seq_idx, cu_seqlens, activation):

@@ -1,10 +1,8 @@
 """rms_norm: values, gradients, memory layouts, compile, transforms, determinism, errors."""
 
-import os
-import subprocess
-import sys
 from itertools import product
 
+import checks
 import pytest
 import torch
 import vectors
@@ -14,7 +12,6 @@ from mamba_ops import testing
 from mamba_ops.reference.rms_norm import example_inputs
 from mamba_ops.reference.rms_norm import rms_norm as reference
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 OPTIONAL = ("weight", "bias", "z", "residual")
 SUBSETS = [dict(zip(OPTIONAL, present)) for present in product((False, True), repeat=4)]
 ORDER = ("x", *OPTIONAL, "eps", "group_size", "norm_before_gate", "residual_in_fp32")
@@ -37,7 +34,7 @@ def subset_id(subset):
 # ---- agrees with the reference ----
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
 @pytest.mark.parametrize("shape, dim", [((3, 2), 12), ((), 7), ((1,), 1), ((5,), 33), ((2, 1, 3), 768), ((37,), 64)])
 @pytest.mark.parametrize("group", [None, "whole", "one"])
 def test_agrees_with_reference(backend, dtype, shape, dim, group):
@@ -50,7 +47,7 @@ def test_agrees_with_reference(backend, dtype, shape, dim, group):
 
 
 @pytest.mark.parametrize("subset", SUBSETS, ids=subset_id)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
 def test_every_subset_of_optional_arguments(backend, dtype, subset):
     """B33, B09."""
     for norm_before_gate, residual_in_fp32 in product((True, False), repeat=2):
@@ -134,7 +131,7 @@ def test_seed_backward_overwrites_dx_and_accumulates_dweight(backend):
     testing.assert_close(dweight, vector.outputs["d_scale"], what="dweight")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
 def test_seed_backward_equals_the_functional_one(backend, dtype):
     x, dy = torch.randn(2, 3, 40).to(dtype), torch.randn(2, 3, 40).to(dtype)
     weight = torch.randn(40)
@@ -155,30 +152,13 @@ def test_seed_backward_equals_the_functional_one(backend, dtype):
 
 @pytest.mark.parametrize("name", ["x", *OPTIONAL])
 def test_strides(backend, name):
-    """B49: every layout of every argument gives the contiguous call's numbers, bit for bit."""
-    inputs = example_inputs(group_size=4)
-    expected = testing.run_with_gradients(call(backend), inputs)
-    for layout, view in testing.strided_variants(inputs[name]):
-        found = testing.run_with_gradients(call(backend), {**inputs, name: view}, upstream=expected[1])
-        assert all(torch.equal(a, b) for a, b in zip(found[0], expected[0])), layout
-        assert all(torch.equal(found[2][key], expected[2][key]) for key in expected[2]), layout
-        assert all(out.is_contiguous() for out in found[0])
+    """B49."""
+    checks.input_layouts(call(backend), example_inputs(group_size=4), name)
 
 
 def test_strides_of_incoming_gradients(backend):
-    """B34: transposed, sliced, stepped and expanded incoming gradients."""
-    inputs = example_inputs()
-    outputs, upstream, _ = testing.run_with_gradients(call(backend), inputs)
-    for position in (0, 1):
-        views = [*testing.strided_variants(upstream[position])]
-        views += [("expanded", testing.expanded(upstream[position], axis)) for axis in range(3)]
-        for layout, view in views:
-            given = list(upstream)
-            given[position] = view
-            plain = [gradient.contiguous() for gradient in given]
-            expected = testing.run_with_gradients(call(backend), inputs, upstream=plain)[2]
-            found = testing.run_with_gradients(call(backend), inputs, upstream=given)[2]
-            assert all(torch.equal(found[key], expected[key]) for key in expected), layout
+    """B34."""
+    checks.gradient_layouts(call(backend), example_inputs())
 
 
 def test_leading_axes_that_do_not_merge(backend):
@@ -236,18 +216,8 @@ def test_opcheck_of_the_in_place_backward(backend):
 
 
 def test_compile_with_dynamic_shapes(backend):
-    """B98: one graph, no break, no recompilation for sizes from 2 on."""
-    torch._dynamo.reset()
-    function = call(backend)
-    compiled = torch.compile(lambda **inputs: function(**inputs), fullgraph=True, dynamic=True)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for rows in (2, 7, 33):
-            inputs = example_inputs(shape=(rows, 3), group_size=4)
-            expected = testing.run_with_gradients(function, inputs)
-            found = testing.run_with_gradients(compiled, inputs, upstream=expected[1])
-            for name, gradient in found[2].items():
-                testing.assert_close(gradient, expected[2][name], what=name)
-            testing.assert_close(found[0][0], expected[0][0])
+    """B98."""
+    checks.compiles_once(call(backend), [example_inputs(shape=(rows, 3), group_size=4) for rows in (2, 7, 33)])
 
 
 def test_export(backend):
@@ -277,36 +247,14 @@ def test_checkpoint(backend):
 
 def test_functional_transforms(backend):
     """B45."""
-    inputs = example_inputs(bias=False, z=False, residual=False, shape=(4,), dim=6)
-    x, weight = inputs["x"], inputs["weight"]
-
-    def loss(x, weight):
-        return backend.op("rms_norm")(x, weight)[0].sin().sum()
-
-    leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    expected = torch.autograd.grad(loss(*leaves), leaves)
-    assert all(map(torch.equal, torch.func.grad(loss, (0, 1))(x, weight), expected))
-    rows = torch.func.vmap(torch.func.grad(loss), (0, None))(x, weight)
-    testing.assert_close(rows, expected[0])
-    jacobian = torch.func.jacrev(lambda x: backend.op("rms_norm")(x, weight)[0].sin().sum(-1))(x)
-    testing.assert_close(jacobian.sum(1), expected[0])
-    torch._dynamo.reset()
-    compiled = torch.compile(torch.func.grad(loss), fullgraph=True)
-    testing.assert_close(compiled(x, weight), expected[0])
+    inputs = example_inputs(shape=(4,), residual=False, group_size=4)
+    checks.functional_transforms(lambda **i: call(backend)(**i)[:1], inputs, batched="x")
 
 
 def test_what_cannot_be_differentiated_is_refused(backend):
-    x = torch.randn(3, 8, requires_grad=True)
-
-    def loss(x):
-        return backend.op("rms_norm")(x)[0].square().sum()
-
-    with pytest.raises(NotImplementedError, match="rms_norm: forward-mode differentiation is not supported"):
-        torch.func.jvp(loss, (x.detach(),), (x.detach(),))
-    (gradient,) = torch.autograd.grad(loss(x), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="rms_norm: double backward is not supported"):
-        gradient.sum().backward()
-    assert not backend.op("rms_norm")(x)[2].requires_grad
+    x = torch.randn(3, 8)
+    checks.refusals(lambda x: backend.op("rms_norm")(x)[:1], "rms_norm", x)
+    assert not backend.op("rms_norm")(x.requires_grad_())[2].requires_grad
 
 
 def test_autocast_changes_nothing(backend):
@@ -321,14 +269,7 @@ def test_autocast_changes_nothing(backend):
 
 def test_bitwise_repeatable_for_any_number_of_threads(backend):
     """B96."""
-    torch.use_deterministic_algorithms(True)
-    inputs = example_inputs(shape=(500,), dim=100)
-    expected = testing.run_with_gradients(call(backend), inputs)
-    for repeat in range(20):
-        torch.set_num_threads(1 + repeat % 3)
-        found = testing.run_with_gradients(call(backend), inputs)
-        assert all(map(torch.equal, found[0], expected[0]))
-        assert all(torch.equal(found[2][name], expected[2][name]) for name in expected[2])
+    checks.bitwise_repeatable(call(backend), example_inputs(shape=(500,), dim=100))
 
 
 LEVEL_SCRIPT = """
@@ -339,18 +280,12 @@ for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
     for dim, norm_before_gate in ((1, True), (37, False), (128, True)):
         inputs = example_inputs(dtype=dtype, dim=dim, norm_before_gate=norm_before_gate)
         testing.check_values(rms_norm, inputs, reference)
-print(torch.ops.mamba.cpu_capability())
 """
 
 
-@pytest.mark.parametrize("level", ["baseline", "avx2", "avx512"])
+@pytest.mark.parametrize("level", checks.LEVELS)
 def test_every_cpu_level(level):
-    environment = {**os.environ, "MAMBA_OPS_CPU_CAPABILITY": level}
-    result = subprocess.run([sys.executable, "-c", LEVEL_SCRIPT], env=environment, capture_output=True, text=True)
-    if "is not supported by this CPU" in result.stderr:
-        pytest.skip(f"this CPU has no {level}")
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == level
+    checks.run_at_level(level, LEVEL_SCRIPT)
 
 
 # ---- error texts ----
@@ -373,12 +308,7 @@ def test_every_cpu_level(level):
     ],
 )
 def test_error_texts(change, text):
-    inputs = {"x": torch.ones(3, 8), **change}
-    with pytest.raises(RuntimeError, match=text):
-        mamba_ops.rms_norm(**inputs)
-    fake = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
-    with pytest.raises(RuntimeError, match=text):
-        mamba_ops.rms_norm(**fake)
+    checks.error_text(mamba_ops.rms_norm, {"x": torch.ones(3, 8), **change}, text)
 
 
 def test_mixed_devices_name_the_odd_argument():
