@@ -19,6 +19,7 @@ struct ScanTile {
   Vec<T> skip;
   T* out;
   int64_t out_pitch;
+  const void* const* ahead;
 };
 
 // For `Count` states and `rows` rows:
@@ -30,6 +31,7 @@ __attribute__((noinline)) void scan_states(const ScanTile<T>& tile, int rows, co
   Vec<T> h[Count];
   for (int n = 0; n < Count; ++n) h[n] = load(states + n * width);
   for (int i = 0; i < rows; ++i) {
+    ask_for_lines(tile.ahead, i);
     const Vec<T> delta = tile.delta[i], u = tile.u[i], delta_u = delta * u;
     Vec<T> sums[2] = {tile.before[i] + tile.skip * u, zero<T>()};
 #pragma GCC unroll 16
@@ -93,12 +95,13 @@ class Forward {
           loaded_run = block / blocks_.blocks_per_run;
         }
         for (int row = 0; row < rows; row += plan_.tile) {
+          ahead_.clear();
           if (row + plan_.tile < rows)
-            prefetch(batch, channel, time + row + plan_.tile);
+            look_ahead(batch, channel, time + row + plan_.tile);
           else if (block + 1 < end)
-            prefetch(batch, blocks_.channel(block + 1), time);
+            look_ahead(batch, blocks_.channel(block + 1), time);
           else if (time + rows < p_.seqlen)
-            prefetch(batch, blocks_.channel(begin), time + rows);
+            look_ahead(batch, blocks_.channel(begin), time + rows);
           tile(batch, block, channel, lanes, time, row, static_cast<int>(scan_min(plan_.tile, rows - row)));
         }
       }
@@ -111,15 +114,18 @@ class Forward {
 
   T* table(const Scratch<T>& of, int64_t block) const { return of.get() + (block - first_) * p_.dstate * width; }
 
-  MAMBA_INLINE void prefetch(int64_t batch, int64_t channel, int64_t time) {
+  // The tile that comes next.
+  void look_ahead(int64_t batch, int64_t channel, int64_t time) {
     const int rows = static_cast<int>(scan_min(plan_.tile, p_.seqlen - time)), lanes = static_cast<int>(scan_min(width, p_.dim - channel));
-    const auto ask = [&](const View<3>& view, auto write) __attribute__((always_inline)) {
-      if (view) prefetch_tile<write>(address(view, batch, channel, time), view.dtype, view.stride[2], view.stride[1], rows, lanes);
-    };
-    ask(p_.u, std::false_type{});
-    ask(p_.delta, std::false_type{});
-    ask(p_.z, std::false_type{});
-    ask(p_.out, std::true_type{});
+    for (const View<3>* view : {&p_.delta, &p_.u, &p_.z, &p_.out}) ahead_.add(*view, batch, channel, time, rows, lanes);
+    for (int i = 0; p_.chunk_states && i < rows; i += selective_scan_chunk) {
+      ahead_.add(chunk_state(batch, (time + i) / selective_scan_chunk, channel) + lanes - 1, p_.dim * sizeof(T), p_.dstate);
+    }
+  }
+
+  T* chunk_state(int64_t batch, int64_t chunk, int64_t channel) const {
+    const int64_t chunks = ceil_div(p_.seqlen, selective_scan_chunk);
+    return static_cast<T*>(p_.chunk_states) + (batch * chunks + chunk) * p_.dstate * p_.dim + channel;
   }
 
   // last_state of empty sequences.
@@ -157,16 +163,14 @@ class Forward {
       for (int i = 0; i < rows; ++i) store(gate_ + i * width, silu(z[i]));
       tile.gate = {gate_, width};
     }
-    // Written in place where out holds full rows of T.
-    const bool direct = std::is_same_v<T, double> == (p_.out.dtype == DType::f64) && size_of(p_.out.dtype) == sizeof(T) &&
-                        p_.out.stride[1] == 1 && lanes == width;
-    void* out = address(p_.out, batch, channel, t);
-    tile.out = direct ? static_cast<T*>(out) : y_;
-    tile.out_pitch = direct ? p_.out.stride[2] : width;
+    const TileTarget<T> out(y_, p_.out, batch, channel, t, lanes);
+    tile.out = out[0];
+    tile.out_pitch = out.pitch();
     const int valid = static_cast<int>(scan_min(row + rows, segments_.valid));
     spans(tile, batch, block, channel, lanes, time, row, valid);
-    for (int i = valid > row ? valid - row : 0; i < rows; ++i) store(tile.out + i * tile.out_pitch, zero<T>());
-    if (!direct) store_tile(y_, out, p_.out.dtype, p_.out.stride[2], p_.out.stride[1], rows, lanes);
+    ahead_.ask_for_the_rest();
+    for (int i = valid > row ? valid - row : 0; i < rows; ++i) store(out[i], zero<T>());
+    out.store(rows);
   }
 
   static TileRows<T> rows_of(T* tile, const View<3>& view, int64_t batch, int64_t channel, int64_t time, int rows, int lanes) {
@@ -199,8 +203,14 @@ class Forward {
     }
     for_state_pieces<states_in_registers>(p_.dstate, [&](int64_t n, auto count) __attribute__((always_inline)) {
       const bool first = n == 0, last = n + count == p_.dstate;
-      const ScanTile<T> piece{delta,         u, first ? none : sums, last ? gate : TileRows<T>{one_, 0}, first ? tile.skip : zero<T>(), out,
-                              tile.out_pitch};
+      const ScanTile<T> piece{delta,
+                              u,
+                              first ? none : sums,
+                              last ? gate : TileRows<T>{one_, 0},
+                              first ? tile.skip : zero<T>(),
+                              out,
+                              tile.out_pitch,
+                              ahead_.take(rows)};
       const auto core = blocks_.per_lane ? scan_states<decltype(count)::value, true, T> : scan_states<decltype(count)::value, false, T>;
       core(piece, rows, A2 + n * width, states + n * width, B + n * B_now_.state_step, B_now_.row_step, C + n * C_now_.state_step,
            C_now_.row_step);
@@ -208,8 +218,7 @@ class Forward {
   }
 
   void save(const T* states, int64_t batch, int64_t chunk, int64_t channel, int lanes) {
-    const int64_t chunks = ceil_div(p_.seqlen, selective_scan_chunk);
-    T* to = static_cast<T*>(p_.chunk_states) + (batch * chunks + chunk) * p_.dstate * p_.dim + channel;
+    T* to = chunk_state(batch, chunk, channel);
     for (int64_t n = 0; n < p_.dstate; ++n) {
       if (lanes == width)
         store(to + n * p_.dim, load(states + n * width));
@@ -226,6 +235,7 @@ class Forward {
   ScanRows<T> B_now_{}, C_now_{};
   int64_t first_ = 0;
   ScanSegments segments_;
+  ScanAhead ahead_;
   alignas(64) T delta_[max_tile * width];
   alignas(64) T u_[max_tile * width];
   alignas(64) T y_[max_tile * width];

@@ -211,6 +211,54 @@ struct ScanRowPlan {
   int block, tile;
 };
 
+// Cache lines to ask for while the recurrence runs, a few per row: tiles walk through one line per page, which hardware prefetchers do not
+// follow, and asking for a whole tile at once would stall.
+class ScanAhead {
+ public:
+  static constexpr int per_row = 6;
+
+  void clear() { count_ = next_ = 0; }
+
+  // One tile of a (batch, dim, seqlen) tensor, by the last element of each row (or channel), where these are contiguous.
+  void add(const View<3>& view, int64_t batch, int64_t channel, int64_t time, int rows, int lanes) {
+    if (!view) return;
+    const bool along_lanes = view.stride[1] == 1;
+    if (!along_lanes && view.stride[2] != 1) return;
+    const char* at =
+        static_cast<const char*>(address(view, batch, channel, time)) + ((along_lanes ? lanes : rows) - 1) * size_of(view.dtype);
+    add(at, view.stride[along_lanes ? 2 : 1] * size_of(view.dtype), along_lanes ? rows : lanes);
+  }
+
+  void add(const void* first, int64_t bytes_apart, int64_t count) {
+    const char* at = static_cast<const char*>(first);
+    for (int64_t i = 0; i < count && count_ < most; ++i) lines_[count_++] = at + i * bytes_apart;
+  }
+
+  // The list for `rows` rows (per_row entries each), or null when all lines were asked for.
+  const void* const* take(int rows) {
+    if (next_ >= count_) return nullptr;
+    const void* const* list = lines_ + next_;
+    next_ += rows * per_row;
+    for (int i = count_; i < next_; ++i) lines_[i] = lines_[count_ - 1];
+    return list;
+  }
+
+  MAMBA_INLINE void ask_for_the_rest() {
+    for (; next_ < count_; ++next_) __builtin_prefetch(lines_[next_]);
+  }
+
+ private:
+  static constexpr int most = 384;
+  int count_ = 0, next_ = 0;
+  const void* lines_[most + 2 * 32 * per_row];
+};
+
+MAMBA_INLINE void ask_for_lines(const void* const* list, int row) {
+  if (!list) return;
+#pragma GCC unroll 8
+  for (int k = 0; k < ScanAhead::per_row; ++k) __builtin_prefetch(list[row * ScanAhead::per_row + k]);
+}
+
 // Calls core(first, std::integral_constant<int, count>) for the states 0..dstate-1 in register-sized pieces.
 template <int Most, class F>
 MAMBA_INLINE void for_state_pieces(int64_t dstate, F&& core) {

@@ -17,13 +17,17 @@ template <class T>
 struct BackwardTile {
   TileRows<T> delta, u, g;
   T *y, *s1, *s2;
+  const void* const* ahead;
 };
 
-// A matrix of sums that grows with every row: vector (row, n) stands at data + row * row_step + n * width.
+// A matrix of sums that grows with every row: vector (row, n) stands at data + row * row_step + n * width. `before` is the same, or zeros
+// for the first block that adds to it.
 template <class T>
 struct LaneSums {
   T* data;
   int64_t row_step;
+  const T* before;
+  int64_t before_step;
 };
 
 // For `Count` states and up to chunk_rows rows, from the states that enter the first row and the adjoint that leaves the last:
@@ -41,6 +45,8 @@ __attribute__((noinline)) void scan_states_backward(const BackwardTile<T>& tile,
       const Vec<T> delta = tile.delta[i], g = tile.g[i], delta_u = delta * tile.u[i];
       const T *b_row = B.data + i * B.row_step, *c_row = C.data + i * C.row_step;
       T *kept = buffer + i * 2 * Count * width, *dC_row = dC.data + i * dC.row_step;
+      const T* dC_before = dC.before + i * dC.before_step;
+      ask_for_lines(tile.ahead, i);
       Vec<T> y = first ? zero<T>() : load(tile.y + i * width);
 #pragma GCC unroll 16
       for (int n = 0; n < Count; ++n) {
@@ -52,7 +58,7 @@ __attribute__((noinline)) void scan_states_backward(const BackwardTile<T>& tile,
         store(kept + (2 * n + 1) * width, w);
         h[n] = w + delta_u * b;
         y += c * h[n];
-        store(dC_row + n * width, load(dC_row + n * width) + g * h[n]);
+        store(dC_row + n * width, load(dC_before + n * width) + g * h[n]);
       }
       store(tile.y + i * width, y);
     }
@@ -66,6 +72,8 @@ __attribute__((noinline)) void scan_states_backward(const BackwardTile<T>& tile,
     const Vec<T> delta = tile.delta[i], g = tile.g[i], delta_u = delta * tile.u[i];
     const T *b_row = B.data + i * B.row_step, *c_row = C.data + i * C.row_step, *kept = buffer + i * 2 * Count * width;
     T* dB_row = dB.data + i * dB.row_step;
+    const T* dB_before = dB.before + i * dB.before_step;
+    ask_for_lines(tile.ahead, 2 * rows - 1 - i);
     Vec<T> s1 = first ? zero<T>() : load(tile.s1 + i * width), s2 = first ? zero<T>() : load(tile.s2 + i * width);
 #pragma GCC unroll 16
     for (int n = 0; n < Count; ++n) {
@@ -76,7 +84,7 @@ __attribute__((noinline)) void scan_states_backward(const BackwardTile<T>& tile,
       s1 += l * b;
       s2 += lw * load(A2 + n * width);
       sum_A[n] += lw * delta;
-      store(dB_row + n * width, load(dB_row + n * width) + l * delta_u);
+      store(dB_row + n * width, load(dB_before + n * width) + l * delta_u);
       next[n] = l * load(kept + (2 * n) * width);
     }
     store(tile.s1 + i * width, s1);
@@ -101,7 +109,7 @@ struct BackwardPlan {
 
   explicit BackwardPlan(const SelectiveScanBwd& p)
       : blocks(p), rows{8, 8}, B(scan_matrix(p, p.B, p.B_varies, p.ngroups_B)), C(scan_matrix(p, p.C, p.C_varies, p.ngroups_C)) {
-    const int64_t cell_blocks = blocks.packed ? 1 : ceil_div(scan_max(64, 4 * p.dstate), width);
+    const int64_t cell_blocks = blocks.packed ? 1 : ceil_div(scan_max(96, 4 * p.dstate), width);
     cells_per_run = ceil_div(blocks.blocks_per_run, cell_blocks);
     const int64_t runs = blocks.count / blocks.blocks_per_run;
     cells = runs * cells_per_run;
@@ -183,7 +191,10 @@ class Backward {
         dC_(p.C_varies ? (plan.rows.block * p.dstate + width) * width : 0),
         sums_(plan.rows.block * p.dstate + width),
         states_(p.dstate * width),
-        kept_(2 * chunk_rows * states_in_registers * width) {}
+        zeros_(p.dstate * width),
+        kept_(2 * chunk_rows * states_in_registers * width) {
+    __builtin_memset(zeros_.get(), 0, p.dstate * width * sizeof(T));
+  }
 
   void run(int64_t batch_block, int64_t first_cell, int64_t last_cell) {
     first_ = plan_.first_block(first_cell);
@@ -241,9 +252,6 @@ class Backward {
   }
 
   void run_cell(int64_t batch, int64_t cell, int64_t end) {
-    const int64_t sums = (ceil_div(rows_ * p_.dstate, width) * width) * width * sizeof(T);
-    if (p_.B_varies) __builtin_memset(dB_.get(), 0, sums);
-    if (p_.C_varies) __builtin_memset(dC_.get(), 0, sums);
     const int64_t first = plan_.first_block(cell), last = plan_.first_block(cell + 1);
     for (int64_t block = first; block < last; ++block) {
       const int64_t channel = blocks_.channel(block);
@@ -254,12 +262,14 @@ class Backward {
         loaded_run_ = block / blocks_.blocks_per_run;
       }
       for (int row = (rows_ - 1) / plan_.rows.tile * plan_.rows.tile; row >= 0; row -= plan_.rows.tile) {
+        ahead_.clear();
         if (row > 0)
-          prefetch(batch, channel, time_ + row - plan_.rows.tile);
+          look_ahead(batch, channel, time_ + row - plan_.rows.tile);
         else if (block + 1 < end)
-          prefetch(batch, blocks_.channel(block + 1), time_ + (rows_ - 1) / plan_.rows.tile * plan_.rows.tile);
+          look_ahead(batch, blocks_.channel(block + 1), time_ + (rows_ - 1) / plan_.rows.tile * plan_.rows.tile);
         else if (time_ > 0)
-          prefetch(batch, blocks_.channel(first_), time_ - plan_.rows.tile);
+          look_ahead(batch, blocks_.channel(first_), time_ - plan_.rows.tile);
+        fresh_ = block == first;
         tile(batch, block, channel, lanes, row, static_cast<int>(scan_min(plan_.rows.tile, rows_ - row)));
       }
     }
@@ -267,23 +277,13 @@ class Backward {
     if (p_.C_varies) store_sums(dC_.get(), plan_.C, p_.dC, parts_.C.get(), batch, cell);
   }
 
-  MAMBA_INLINE void prefetch(int64_t batch, int64_t channel, int64_t time) {
+  // The tile that comes next.
+  void look_ahead(int64_t batch, int64_t channel, int64_t time) {
     const int rows = static_cast<int>(scan_min(plan_.rows.tile, p_.seqlen - time)),
               lanes = static_cast<int>(scan_min(width, p_.dim - channel));
-    const auto ask = [&](const View<3>& view, auto write) __attribute__((always_inline)) {
-      if (view) prefetch_tile<write>(address(view, batch, channel, time), view.dtype, view.stride[2], view.stride[1], rows, lanes);
-    };
-    ask(p_.u, std::false_type{});
-    ask(p_.delta, std::false_type{});
-    ask(p_.z, std::false_type{});
-    ask(p_.dout, std::false_type{});
-    ask(p_.du, std::true_type{});
-    ask(p_.ddelta, std::true_type{});
-    ask(p_.dz, std::true_type{});
-    for (int i = 0; i < rows; i += chunk_rows) {
-      const T* from = chunk_state(batch, time + i, channel);
-      for (int64_t n = 0; n < p_.dstate; ++n) __builtin_prefetch(from + n * p_.dim);
-    }
+    for (const View<3>* view : {&p_.delta, &p_.z, &p_.dout, &p_.u}) ahead_.add(*view, batch, channel, time, rows, lanes);
+    for (int i = 0; i < rows; i += chunk_rows) ahead_.add(chunk_state(batch, time + i, channel) + lanes - 1, p_.dim * sizeof(T), p_.dstate);
+    for (const View<3>* view : {&p_.du, &p_.ddelta, &p_.dz}) ahead_.add(*view, batch, channel, time, rows, lanes);
   }
 
   const T* chunk_state(int64_t batch, int64_t time, int64_t channel) const {
@@ -328,7 +328,7 @@ class Backward {
     const int64_t time = time_ + row;
     const TileRows<T> delta_in = rows_of(delta_, p_.delta, batch, channel, time, rows, lanes);
     const Vec<T> bias = load(vector(bias_, block)), skip = load(vector(skip_, block));
-    BackwardTile<T> tile{{delta_, width}, rows_of(u_, p_.u, batch, channel, time, rows, lanes), {g_, width}, y_, s1_, s2_};
+    BackwardTile<T> tile{{delta_, width}, rows_of(u_, p_.u, batch, channel, time, rows, lanes), {g_, width}, y_, s1_, s2_, nullptr};
     for (int i = 0; i < rows; ++i) {
       const Vec<T> e = delta_in[i] + bias;
       const WithSlope<Vec<T>> delta = p_.delta_softplus ? softplus_with_slope(e) : WithSlope<Vec<T>>{e, broadcast<T>(1)};
@@ -352,33 +352,35 @@ class Backward {
     }
     const int valid = static_cast<int>(scan_max(0, scan_min(rows, segments_.valid - row)));
     spans(tile, batch, block, channel, lanes, row, row + valid);
-    finish(tile, block, skip, rows, valid);
-    store_rows(du_, p_.du, batch, channel, time, rows, lanes);
-    store_rows(delta_, p_.ddelta, batch, channel, time, rows, lanes);
-    if (p_.z) store_rows(dz_, p_.dz, batch, channel, time, rows, lanes);
-  }
-
-  static void store_rows(const T* tile, const View<3>& view, int64_t batch, int64_t channel, int64_t time, int rows, int lanes) {
-    store_tile(tile, address(view, batch, channel, time), view.dtype, view.stride[2], view.stride[1], rows, lanes);
+    ahead_.ask_for_the_rest();
+    const TileTarget<T> du(du_, p_.du, batch, channel, time, lanes), ddelta(delta_, p_.ddelta, batch, channel, time, lanes);
+    const TileTarget<T> dz(dz_, p_.dz, batch, channel, time, lanes);
+    finish(tile, block, skip, rows, valid, du, ddelta, dz);
+    du.store(rows);
+    ddelta.store(rows);
+    dz.store(rows);
   }
 
   // du = D g + delta s1;   ddelta = (u s1 + s2) softplus';   dz = dout silu' (y + D u)
-  void finish(const BackwardTile<T>& tile, int64_t block, Vec<T> skip, int rows, int valid) {
+  void finish(const BackwardTile<T>& tile, int64_t block, Vec<T> skip, int rows, int valid, const TileTarget<T>& to_du,
+              const TileTarget<T>& to_ddelta, const TileTarget<T>& to_dz) {
     constexpr T ln2 = T(0.693147180559945309417);
     Vec<T> dD = load(vector(dD_, block)), dbias = load(vector(dbias_, block));
     for (int i = 0; i < valid; ++i) {
       const Vec<T> u = tile.u[i], g = tile.g[i], s1 = load(s1_ + i * width);
       const Vec<T> ddelta = (u * s1 + ln2 * load(s2_ + i * width)) * load(slope_ + i * width);
-      store(du_ + i * width, skip * g + load(delta_ + i * width) * s1);
-      store(delta_ + i * width, ddelta);
-      if (p_.z) store(dz_ + i * width, load(dz_ + i * width) * (load(y_ + i * width) + skip * u));
+      store(to_du[i], skip * g + load(delta_ + i * width) * s1);
+      store(to_ddelta[i], ddelta);
+      if (p_.z) store(to_dz[i], load(dz_ + i * width) * (load(y_ + i * width) + skip * u));
       dD += g * u;
       dbias += ddelta;
     }
     store(vector(dD_, block), dD);
     store(vector(dbias_, block), dbias);
     for (int i = valid; i < rows; ++i) {
-      for (T* to : {du_, delta_, dz_}) store(to + i * width, zero<T>());
+      store(to_du[i], zero<T>());
+      store(to_ddelta[i], zero<T>());
+      if (p_.z) store(to_dz[i], zero<T>());
     }
   }
 
@@ -417,20 +419,27 @@ class Backward {
   void span(const BackwardTile<T>& tile, int64_t block, int in_tile, int rows, int in_block) {
     const auto from = [&](TileRows<T> r) { return TileRows<T>{r.data + in_tile * r.pitch, r.pitch}; };
     const int64_t at = in_tile * width;
-    const BackwardTile<T> piece{from(tile.delta), from(tile.u), from(tile.g), tile.y + at, tile.s1 + at, tile.s2 + at};
+    BackwardTile<T> piece{from(tile.delta), from(tile.u), from(tile.g), tile.y + at, tile.s1 + at, tile.s2 + at, nullptr};
     const T* A2 = table(A2_, block);
     T *lambda = table(lambda_, block), *dA = table(dA_, block);
     const int64_t row_step = p_.dstate * width;
-    const LaneSums<T> dB = p_.B_varies ? LaneSums<T>{dB_.get() + in_block * row_step, row_step} : LaneSums<T>{table(constant_B_, block), 0};
-    const LaneSums<T> dC = p_.C_varies ? LaneSums<T>{dC_.get() + in_block * row_step, row_step} : LaneSums<T>{table(constant_C_, block), 0};
+    const auto sums = [&](bool varies, const Scratch<T>& rows_of_cell, const Scratch<T>& constant) -> LaneSums<T> {
+      T* to = varies ? rows_of_cell.get() + in_block * row_step : table(constant, block);
+      const int64_t step = varies ? row_step : 0;
+      const bool fresh = varies && fresh_;
+      return {to, step, fresh ? zeros_.get() : to, fresh ? 0 : step};
+    };
+    const LaneSums<T> dB = sums(p_.B_varies, dB_, constant_B_), dC = sums(p_.C_varies, dC_, constant_C_);
     const ScanRows<T> B{B_now_.data + in_block * B_now_.row_step, B_now_.row_step, B_now_.state_step};
     const ScanRows<T> C{C_now_.data + in_block * C_now_.row_step, C_now_.row_step, C_now_.state_step};
     for_state_pieces<states_in_registers>(p_.dstate, [&](int64_t n, auto count) __attribute__((always_inline)) {
+      piece.ahead = ahead_.take(2 * rows);
       const auto core =
           blocks_.per_lane ? scan_states_backward<decltype(count)::value, true, T> : scan_states_backward<decltype(count)::value, false, T>;
       core(piece, rows, n == 0, A2 + n * width, states_.get() + n * width, lambda + n * width, dA + n * width,
            {B.data + n * B.state_step, B.row_step, B.state_step}, {C.data + n * C.state_step, C.row_step, C.state_step},
-           {dB.data + n * width, dB.row_step}, {dC.data + n * width, dC.row_step}, kept_.get());
+           {dB.data + n * width, dB.row_step, dB.before + n * width, dB.before_step},
+           {dC.data + n * width, dC.row_step, dC.before + n * width, dC.before_step}, kept_.get());
     });
   }
 
@@ -463,11 +472,13 @@ class Backward {
   const ScanBlocks<T>& blocks_;
   const BackwardParts<T>& parts_;
   const Scratch<T> A2_, lambda_, dA_, constant_B_, constant_C_, skip_, bias_, dD_, dbias_, B_rows_, C_rows_, dB_, dC_, sums_, states_,
-      kept_;
+      zeros_, kept_;
   ScanRows<T> B_now_{}, C_now_{};
   int64_t first_ = 0, time_ = 0, loaded_run_ = -1;
   int rows_ = 0;
+  bool fresh_ = false;  // nothing was added to dB_ and dC_ yet
   ScanSegments segments_;
+  ScanAhead ahead_;
   alignas(64) T delta_[max_tile * width];
   alignas(64) T slope_[max_tile * width];
   alignas(64) T u_[max_tile * width];

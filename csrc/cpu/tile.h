@@ -130,17 +130,15 @@ inline void store_tile(const T* tile, void* to, DType dtype, int64_t row_stride,
   });
 }
 
-// Asks for the cache lines of a tile that is about to be loaded (or, with `write`, stored). A hint: any address is allowed.
-// Tiles walk through one line per page, which hardware prefetchers do not follow. (Inlined for good: GCC takes a function that only
-// prefetches for one without effect and drops the call.)
-template <bool write>
-MAMBA_INLINE void prefetch_tile(const void* from, DType dtype, int64_t row_stride, int64_t lane_stride, int rows, int lanes) {
-  const char* at = static_cast<const char*>(from);
-  const bool along_lanes = lane_stride == 1;
-  if (!along_lanes && row_stride != 1) return;
-  const int64_t step = (along_lanes ? row_stride : lane_stride) * size_of(dtype);
-  const int count = along_lanes ? rows : lanes;
-  for (int i = 0; i < count; ++i) __builtin_prefetch(at + i * step, write);
+// The address of an element of a view whose dtype is known at run time only.
+template <int N, class... I>
+MAMBA_INLINE void* address(const View<N>& view, I... index) {
+  return static_cast<char*>(view.data) + view.offset(index...) * size_of(view.dtype);
+}
+
+template <class T>
+MAMBA_INLINE bool holds_rows(DType dtype, int64_t lane_stride, int lanes) {
+  return dtype == (std::is_same_v<T, double> ? DType::f64 : DType::f32) && lane_stride == 1 && lanes == Simd<T>::width;
 }
 
 // Rows of lanes, `pitch` apart: a tile, or memory that needs no conversion.
@@ -155,16 +153,37 @@ struct TileRows {
 // Like load_tile, but hands out the memory itself where it already holds rows of T.
 template <class T>
 inline TileRows<T> tile_rows(T* tile, const void* from, DType dtype, int64_t row_stride, int64_t lane_stride, int rows, int lanes) {
-  constexpr DType own = std::is_same_v<T, double> ? DType::f64 : DType::f32;
-  if (dtype == own && lane_stride == 1 && lanes == Simd<T>::width) return {static_cast<const T*>(from), row_stride};
+  if (holds_rows<T>(dtype, lane_stride, lanes)) return {static_cast<const T*>(from), row_stride};
   load_tile(tile, from, dtype, row_stride, lane_stride, rows, lanes);
   return {tile, Simd<T>::width};
 }
 
-// The address of an element of a view whose dtype is known at run time only.
-template <int N, class... I>
-MAMBA_INLINE void* address(const View<N>& view, I... index) {
-  return static_cast<char*>(view.data) + view.offset(index...) * size_of(view.dtype);
-}
+// Where the rows of a tile of a (batch, dim, seqlen) output are written: the output itself where it holds rows of T, else `tile`, which
+// store() then converts. Nothing for an absent output.
+template <class T>
+class TileTarget {
+ public:
+  TileTarget(T* tile, const View<3>& view, int64_t batch, int64_t channel, int64_t time, int lanes)
+      : view_(view), out_(view ? address(view, batch, channel, time) : nullptr), lanes_(lanes) {
+    direct_ = view && holds_rows<T>(view.dtype, view.stride[1], lanes);
+    data_ = direct_ ? static_cast<T*>(out_) : tile;
+    pitch_ = direct_ ? view.stride[2] : Simd<T>::width;
+  }
+
+  MAMBA_INLINE T* operator[](int row) const { return data_ + row * pitch_; }
+  MAMBA_INLINE int64_t pitch() const { return pitch_; }
+
+  void store(int rows) const {
+    if (out_ && !direct_) store_tile(data_, out_, view_.dtype, view_.stride[2], view_.stride[1], rows, lanes_);
+  }
+
+ private:
+  const View<3>& view_;
+  void* out_;
+  int lanes_;
+  bool direct_;
+  T* data_;
+  int64_t pitch_;
+};
 
 }  // namespace mamba::cpu::MAMBA_CPU_LEVEL
