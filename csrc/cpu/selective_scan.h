@@ -132,7 +132,7 @@ inline void load_states(T* states, const View<3>& view, int64_t index, int64_t c
   if (view && index >= 0) {
     load_tile(states, address(view, index, channel, 0), view.dtype, view.stride[2], view.stride[1], static_cast<int>(dstate), lanes);
   } else {
-    __builtin_memset(states, 0, dstate * Simd<T>::width * sizeof(T));
+    for (int64_t n = 0; n < dstate; ++n) store(states + n * Simd<T>::width, zero<T>());
   }
 }
 

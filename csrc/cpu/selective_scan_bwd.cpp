@@ -193,7 +193,7 @@ class Backward {
         states_(p.dstate * width),
         zeros_(p.dstate * width),
         kept_(2 * chunk_rows * states_in_registers * width) {
-    __builtin_memset(zeros_.get(), 0, p.dstate * width * sizeof(T));
+    clear(zeros_.get(), p.dstate);
   }
 
   void run(int64_t batch_block, int64_t first_cell, int64_t last_cell) {
@@ -219,19 +219,23 @@ class Backward {
   static constexpr int width = Simd<T>::width;
   static constexpr int max_tile = 32;
 
+  static void clear(T* to, int64_t vectors) {
+    for (int64_t i = 0; i < vectors; ++i) store(to + i * width, zero<T>());
+  }
+
   T* table(const Scratch<T>& of, int64_t block) const { return of.get() + (block - first_) * p_.dstate * width; }
   T* vector(const Scratch<T>& of, int64_t block) const { return of.get() + (block - first_) * width; }
 
   void load_parameters(int64_t end) {
     for (int64_t block = first_; block < end; ++block) {
-      const int64_t channel = blocks_.channel(block), bytes = p_.dstate * width * sizeof(T);
+      const int64_t channel = blocks_.channel(block);
       const int lanes = blocks_.lanes(block);
       load_A(table(A2_, block), p_, channel, lanes, T(1.44269504088896340736));
       load_parameter(vector(skip_, block), p_.D, channel, lanes);
       load_parameter(vector(bias_, block), p_.delta_bias, channel, lanes);
-      __builtin_memset(table(dA_, block), 0, bytes);
-      if (!p_.B_varies) __builtin_memset(table(constant_B_, block), 0, bytes);
-      if (!p_.C_varies) __builtin_memset(table(constant_C_, block), 0, bytes);
+      clear(table(dA_, block), p_.dstate);
+      if (!p_.B_varies) clear(table(constant_B_, block), p_.dstate);
+      if (!p_.C_varies) clear(table(constant_C_, block), p_.dstate);
       store(vector(dD_, block), zero<T>());
       store(vector(dbias_, block), zero<T>());
     }
@@ -252,6 +256,10 @@ class Backward {
   }
 
   void run_cell(int64_t batch, int64_t cell, int64_t end) {
+    // Padding rows are never visited; the first block of the cell sets all others.
+    const int64_t padding = segments_.valid * p_.dstate * width, vectors = (rows_ - segments_.valid) * p_.dstate;
+    if (p_.B_varies) clear(dB_.get() + padding, vectors);
+    if (p_.C_varies) clear(dC_.get() + padding, vectors);
     const int64_t first = plan_.first_block(cell), last = plan_.first_block(cell + 1);
     for (int64_t block = first; block < last; ++block) {
       const int64_t channel = blocks_.channel(block);
@@ -410,7 +418,7 @@ class Backward {
       span(tile, block, starts[k], to - from, from);
       if (start != ScanSegments::inside) {
         store_states(lambda, p_.dinitial_state, start, channel, lanes, p_.dstate);
-        __builtin_memset(lambda, 0, p_.dstate * width * sizeof(T));
+        clear(lambda, p_.dstate);
       }
     }
   }
