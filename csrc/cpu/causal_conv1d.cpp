@@ -6,15 +6,25 @@
 namespace mamba::cpu::MAMBA_CPU_LEVEL {
 namespace {
 
+constexpr int64_t forward_rows = 16;  // of a channel-last tile
+
 template <int W, class S>  // W = 0: any width
-class Forward {
+class Forward : Width<W> {
+  using Width<W>::width;
+  using Width<W>::past;
+
  public:
   using T = Accumulate<S>;
   using V = Vec<T>;
   static constexpr int vl = Simd<T>::width;
 
   explicit Forward(const CausalConv1dFwd& params)
-      : p(params), plan(params, vl, 1 << 20), width(W ? W : params.width), past(width - 1), filters(params), tiles(params, plan.length) {}
+      : Width<W>(params.width),
+        p(params),
+        plan(params, W == 0, vl, forward_rows, 1 << 20),
+        filters(params),
+        tiles(params, plan.length),
+        streaming(params.batch * params.dim * params.seqlen * static_cast<int64_t>(sizeof(S)) >= streamed_bytes) {}
 
   void run() {
     const int64_t tasks = tiles.count() * plan.chunks;
@@ -22,11 +32,12 @@ class Forward {
     parallel_for(
         tasks,
         [&](int64_t begin, int64_t end) {
-          const Scratch<T> memory(2 * width * vl + plan.length + past + 2 * vl);
+          const Scratch<T> memory(2 * width * vl);
           for (int64_t task = begin; task < end; ++task) {
             const int64_t d = task % plan.chunks * plan.chunk;
             sweep(tiles[task / plan.chunks], d, d + plan.chunk < p.dim ? d + plan.chunk : p.dim, memory.get());
           }
+          if (streaming) end_streaming();
         },
         task_size > 0 ? 32768 / task_size : 1);
     last_states();
@@ -35,13 +46,14 @@ class Forward {
  private:
   void sweep(const Tile& tile, int64_t begin, int64_t end, T* memory) const {
     if (tile.padding) return clear(tile, begin, end);
-    if (!plan.channels) {
-      for (int64_t d = begin; d < end; ++d) times(tile, d, memory);
-      return;
-    }
     int64_t d = begin;
-    for (; d + vl <= end; d += vl) channels<true>(tile, d, vl, memory);
-    if (d < end) channels<false>(tile, d, static_cast<int>(end - d), memory);
+    if constexpr (W > 0) {
+      if (!plan.channels)
+        for (; d < end; ++d) times(tile, d);
+    }
+    const bool full = p.x.stride[1] == 1 && p.out.stride[1] == 1;
+    for (; full && d + vl <= end; d += vl) channels<true>(tile, d, vl, memory);
+    for (; d < end; d += vl) channels<false>(tile, d, static_cast<int>(end - d < vl ? end - d : vl), memory);
   }
 
   void clear(const Tile& tile, int64_t begin, int64_t end) const {
@@ -58,35 +70,51 @@ class Forward {
     for (int64_t k = 0; k < past; ++k) samples[k + 1] = channel_samples<S>(p, tile, tile.begin - past + k, d, lanes);
     const S* from = p.x.template at<S>(tile.row, d, tile.begin);
     S* to = p.out.template at<S>(tile.row, d, tile.begin);
-    for (int64_t t = tile.begin; t < tile.end; ++t) {
+    const int64_t from_lanes = p.x.stride[1], to_lanes = p.out.stride[1];
+    const int64_t from_step = p.x.stride[2], to_step = p.out.stride[2], count = tile.end - tile.begin;
+    // Whole cache lines only: half lines of many rows would fill the write-combining buffers.
+    const bool stream = Full && streaming && vl * sizeof(S) == 64 && aligned(to) && to_step * sizeof(S) % 64 == 0;
+    const bool silu = p.silu;
+    for (int64_t t = 0; t < count; ++t) {
       for (int64_t k = 0; k < past; ++k) samples[k] = samples[k + 1];
-      samples[past] = read<Full, T>(from, lanes, 1);
+      samples[past] = read<Full, T>(from + t * from_step, lanes, from_lanes);
+      if (Full) prefetch(from + t * from_step, channels_ahead);
       V sum = bias;
       for (int64_t k = 0; k < width; ++k) sum = sum + weight[k] * samples[k];
-      write<Full>(to, p.silu ? silu(sum) : sum, lanes, 1);
-      from += p.x.stride[2];
-      to += p.out.stride[2];
+      if (silu) sum = activation(sum);
+      if (stream)
+        stream_as(to + t * to_step, sum);
+      else
+        write<Full>(to + t * to_step, sum, lanes, to_lanes);
     }
   }
 
-  void times(const Tile& tile, int64_t d, T* memory) const {
-    Vectors<T, W> weight(memory);
-    T* const samples = memory + width * vl;
+  void times(const Tile& tile, int64_t d) const {
+    V weight[W], taps[W];
     for (int64_t k = 0; k < width; ++k) weight[k] = broadcast(*filters.tap(k, d));
     const V bias = broadcast(*filters.tap(width, d));
-    time_samples<S>(p, tile, tile.end, d, samples);
+    const S* const from = p.x.template at<S>(tile.row, d, tile.begin);
     S* const to = p.out.template at<S>(tile.row, d, tile.begin);
-    const int64_t count = tile.end - tile.begin, step = p.out.stride[2];
+    const int64_t count = tile.end - tile.begin, from_step = p.x.stride[2], to_step = p.out.stride[2];
+    const bool stream = streaming && to_step == 1 && aligned(to), silu = p.silu;
+    V before = past_samples<S, T>(p, tile, tile.begin, d, past);
     for (int64_t i = 0; i < count; i += vl) {
+      const int lanes = static_cast<int>(count - i < vl ? count - i : vl);
+      const V now = read<false, T>(from + i * from_step, lanes, from_step);
+      prefetch(from + i * from_step, time_ahead);
+      shift_taps<W>(taps, before, now, std::make_index_sequence<W>{});
       V sum = bias;
-      for (int64_t k = 0; k < width; ++k) sum = sum + weight[k] * load(samples + i + k);
-      if (p.silu) sum = silu(sum);
-      if (i + vl <= count && step == 1)
-        write<true>(to + i, sum, vl, 1);
+      for (int64_t k = 0; k < width; ++k) sum = sum + weight[k] * taps[k];
+      if (silu) sum = activation(sum);
+      if (stream && lanes == vl)
+        stream_as(to + i, sum);
       else
-        write<false>(to + i * step, sum, static_cast<int>(i + vl <= count ? vl : count - i), step);
+        write<false>(to + i * to_step, sum, lanes, to_step);
+      before = now;
     }
   }
+
+  static bool aligned(const S* to) { return reinterpret_cast<uintptr_t>(to) % 64 == 0; }
 
   // last_state[j] = sample last - past + j of the sequence, 0 before the last run's first sample unless initial_state reaches there
   void last_states() const {
@@ -126,40 +154,45 @@ class Forward {
 
   const CausalConv1dFwd& p;
   const Plan plan;
-  const int64_t width, past;
   const Filters<T> filters;
   const Tiles tiles;
+  const bool streaming;
 };
 
-constexpr int64_t most_blocks = 64;  // of the sums for dweight and dbias
+constexpr int64_t backward_rows = 32;  // of a channel-last tile
+constexpr int64_t most_blocks = 64;    // of the sums for dweight and dbias
 
 template <int W, class S>
-class Backward {
+class Backward : Width<W> {
+  using Width<W>::width;
+  using Width<W>::past;
+
  public:
   using T = Accumulate<S>;
   using V = Vec<T>;
   static constexpr int vl = Simd<T>::width;
 
   explicit Backward(const CausalConv1dBwd& params)
-      : p(params),
-        plan(params, vl, most_blocks),
-        width(W ? W : params.width),
-        past(width - 1),
+      : Width<W>(params.width),
+        p(params),
+        plan(params, W == 0, vl, backward_rows, most_blocks),
         filters(params),
         tiles(params, plan.length),
         blocks(tiles.count() < most_blocks ? tiles.count() : most_blocks),
-        partial(blocks * (width + 1) * filters.stride) {}
+        partial(blocks * (width + 1) * filters.stride),
+        streaming(params.batch * params.dim * params.seqlen * static_cast<int64_t>(sizeof(S)) >= streamed_bytes) {}
 
   void run() {
-    const int64_t work = tiles.count() * plan.length * p.dim;
+    const int64_t work = p.batch * p.dim * p.seqlen;
     parallel_for(
         blocks * plan.chunks,
         [&](int64_t begin, int64_t end) {
-          const Scratch<T> memory(4 * width * vl + 2 * (plan.length + 2 * past + 2 * vl));
+          const Scratch<T> memory(4 * width * vl);
           for (int64_t task = begin; task < end; ++task) {
             const int64_t block = task / plan.chunks, d = task % plan.chunks * plan.chunk;
             sum_block(block, d, d + plan.chunk < p.dim ? d + plan.chunk : p.dim, memory.get());
           }
+          if (streaming) end_streaming();
         },
         work < 16384 ? blocks * plan.chunks : 1);
     sum_blocks();
@@ -175,17 +208,17 @@ class Backward {
     for (int64_t i = block * tiles.count() / blocks; i < (block + 1) * tiles.count() / blocks; ++i) {
       const Tile& tile = tiles[i];
       int64_t d = begin;
-      if (plan.channels) {
-        for (; full(tile) && d + vl <= end; d += vl) channels<true>(tile, d, vl, sums + d, memory);
-        for (; d < end; d += vl) channels<false>(tile, d, static_cast<int>(end - d < vl ? end - d : vl), sums + d, memory);
-      } else {
-        for (; d < end; ++d) times(tile, d, sums + d, memory);
+      if constexpr (W > 0) {
+        if (!plan.channels)
+          for (; d < end; ++d) times(tile, d, sums + d);
       }
+      for (; full(tile) && d + vl <= end; d += vl) channels<true>(tile, d, vl, sums + d, memory);
+      for (; d < end; d += vl) channels<false>(tile, d, static_cast<int>(end - d < vl ? end - d : vl), sums + d, memory);
     }
   }
 
   bool reads(const Tile& tile) const { return p.dout && !tile.padding; }
-  bool full(const Tile& tile) const { return !reads(tile) || p.dout.stride[1] == 1; }
+  bool full(const Tile& tile) const { return p.x.stride[1] == 1 && p.dx.stride[1] == 1 && (!reads(tile) || p.dout.stride[1] == 1); }
 
   // p_t is recomputed; gp_t = dout_t silu'(p_t); dweight[k] = sum_t gp_t x[t - past + k]; dbias = sum_t gp_t;
   // dx_i = sum_j weight[past - j] gp_{i + j}, complete when time has come to i + past: gp is recomputed that far behind the tile.
@@ -199,33 +232,40 @@ class Backward {
     const V bias = load(filters.tap(width, d));
     V dbias = zero<T>();
     for (int64_t k = 0; k < past; ++k) samples[k + 1] = channel_samples<S>(p, tile, tile.begin - past + k, d, lanes);
-    const bool reading = reads(tile);
+    const bool reading = reads(tile), silu = p.silu;
+    const int64_t x_step = p.x.stride[2], dout_step = p.dout.stride[2], dx_step = p.dx.stride[2];
+    const int64_t x_lanes = p.x.stride[1], dout_lanes = p.dout.stride[1], dx_lanes = p.dx.stride[1];
     const int64_t reach = tile.end + past < tile.last ? tile.end + past : tile.last;
     const S* x = p.x.template at<S>(tile.row, d, tile.begin);
     const S* dout = reading ? p.dout.template at<S>(tile.row, d, tile.begin) : nullptr;
     S* dx = p.dx.template at<S>(tile.row, d, tile.begin);
+    const bool stream = Full && streaming && vl * sizeof(S) == 64 && aligned(dx) && dx_step * sizeof(S) % 64 == 0;
 
-    auto step = [&](int64_t t, auto edge) {
+    auto step = [&](int64_t t, auto edge) __attribute__((always_inline)) {
       for (int64_t k = 0; k < past; ++k) {
         samples[k] = samples[k + 1];
         gradients[k] = gradients[k + 1];
       }
       gradients[past] = zero<T>();
       if (reading && (!edge.value || t < reach)) {
-        samples[past] = read<Full, T>(x, lanes, 1);
-        V gradient = read<Full, T>(dout, lanes, p.dout.stride[1]);
-        if (p.silu) {
+        samples[past] = read<Full, T>(x, lanes, x_lanes);
+        V gradient = read<Full, T>(dout, lanes, dout_lanes);
+        if (Full) {
+          prefetch(x, channels_ahead);
+          prefetch(dout, channels_ahead);
+        }
+        if (silu) {
           V sum = bias;
           for (int64_t k = 0; k < width; ++k) sum = sum + weight[k] * samples[k];
-          gradient = gradient * silu_with_slope(sum).slope;
+          gradient = gradient * activation_slope(sum);
         }
         if (!edge.value || t < tile.end) {
           dbias = dbias + gradient;
           for (int64_t k = 0; k < width; ++k) dweight[k] = dweight[k] + gradient * samples[k];
         }
         gradients[past] = gradient;
-        x += p.x.stride[2];
-        dout += p.dout.stride[2];
+        x += x_step;
+        dout += dout_step;
       }
       const int64_t i = t - past;
       if (edge.value && i < tile.begin && !(i < tile.first && tile.begin == tile.first)) return;
@@ -233,8 +273,11 @@ class Backward {
       for (int64_t j = 0; j < width; ++j) sum = sum + weight[past - j] * gradients[j];
       if (edge.value) sum = sum + final_gradient(tile, i, d, lanes);
       if (edge.value && i < tile.first) return initial_gradient(tile, i, d, lanes, sum);
-      write<Full>(dx, sum, lanes, 1);
-      dx += p.dx.stride[2];
+      if (stream)
+        stream_as(dx, sum);
+      else
+        write<Full>(dx, sum, lanes, dx_lanes);
+      dx += dx_step;
     };
     int64_t t = tile.begin;
     for (; t < tile.begin + past; ++t) step(t, std::true_type{});
@@ -258,65 +301,84 @@ class Backward {
       write_one(p.dinitial_state, static_cast<T>(sum[lane]), tile.initial, d + lane, past + i - tile.first);
   }
 
-  void times(const Tile& tile, int64_t d, T* sums, T* memory) const {
-    Vectors<T, W> weight(memory), dweight(memory + width * vl);
-    T* const samples = memory + 4 * width * vl;                      // sample begin - past + i stands at i
-    T* const gradients = samples + plan.length + 2 * past + 2 * vl;  // gp of begin + i stands at i, zeros from the run's end on
+  void times(const Tile& tile, int64_t d, T* sums) const {
+    V weight[W], dweight[W], taps[W];
     for (int64_t k = 0; k < width; ++k) {
       weight[k] = broadcast(*filters.tap(k, d));
       dweight[k] = zero<T>();
     }
     const V bias = broadcast(*filters.tap(width, d));
     V dbias = zero<T>();
+    const bool silu = p.silu;
     const int64_t count = tile.end - tile.begin;
     const int64_t reach = reads(tile) ? (tile.end + past < tile.last ? tile.end + past : tile.last) - tile.begin : 0;
-    if (reach > 0) time_samples<S>(p, tile, tile.begin + reach, d, samples);
-
-    auto gradient = [&](int64_t i, int lanes) {
-      const S* dout = p.dout.template at<S>(tile.row, d, tile.begin + i);
-      const int64_t step = p.dout.stride[2];
-      V value = lanes == vl && step == 1 ? load_as<T>(dout) : load_partial<T>(dout, lanes, step);
-      if (p.silu) {
-        V sum = bias;
-        for (int64_t k = 0; k < width; ++k) sum = sum + weight[k] * load(samples + i + k);
-        value = value * silu_with_slope(sum).slope;
-      }
-      store(gradients + i, value);
-      return value;
-    };
-    int64_t i = 0;
-    for (; i < (reach > 0 ? count : 0); i += vl) {
-      const V value = gradient(i, static_cast<int>(count - i < vl ? count - i : vl));
-      dbias = dbias + value;
-      for (int64_t k = 0; k < width; ++k) dweight[k] = dweight[k] + value * load(samples + i + k);
-    }
-    for (i = count; i < reach; i += vl) gradient(i, static_cast<int>(reach - i < vl ? reach - i : vl));
-    for (i = reach; i < count + past + vl; ++i) gradients[i] = 0;
-    for (int64_t k = 0; k < width && reach > 0; ++k) sums[k * filters.stride] += sum(dweight[k]);
-    if (reach > 0) sums[width * filters.stride] += sum(dbias);
-
+    const int64_t x_step = p.x.stride[2], dout_step = p.dout.stride[2], dx_step = p.dx.stride[2];
+    const S* const x = p.x.template at<S>(tile.row, d, tile.begin);
+    const S* const dout = reach > 0 ? p.dout.template at<S>(tile.row, d, tile.begin) : nullptr;
     S* const dx = p.dx.template at<S>(tile.row, d, tile.begin);
-    for (i = 0; i < count; i += vl) {
-      V value = zero<T>();
-      for (int64_t j = 0; j < width; ++j) value = value + weight[past - j] * load(gradients + i + j);
-      for (int lane = 0; lane < vl && tile.begin + i + vl > tile.last - past && p.dlast_state; ++lane)
-        value[lane] += final_gradient(tile, tile.begin + i + lane, d, i + lane < count)[0];
-      write_times(dx + i * p.dx.stride[2], value, count - i);
+    const bool stream = streaming && dx_step == 1 && aligned(dx);
+    const int64_t final_from = tile.final >= 0 && p.dlast_state ? tile.last - past - tile.begin : count;  // where last_state looks
+
+    V before = reach > 0 ? past_samples<S, T>(p, tile, tile.begin, d, past) : zero<T>();
+    V gradient = zero<T>(), first = zero<T>();
+    for (int64_t i = 0; i < count + vl; i += vl) {  // one vector ahead of dx
+      V next = zero<T>();
+      if (i < reach) {
+        const int lanes = static_cast<int>(reach - i < vl ? reach - i : vl);
+        const V now = read<false, T>(x + i * x_step, lanes, x_step);
+        next = read<false, T>(dout + i * dout_step, lanes, dout_step);
+        prefetch(x + i * x_step, time_ahead);
+        prefetch(dout + i * dout_step, time_ahead);
+        if (lanes < vl) next = first_lanes(next, lanes);
+        shift_taps<W>(taps, before, now, std::make_index_sequence<W>{});
+        before = now;
+        if (silu) {
+          V sum = bias;
+          for (int64_t k = 0; k < width; ++k) sum = sum + weight[k] * taps[k];
+          next = next * activation_slope(sum);
+        }
+        const V counted = count - i < vl ? first_lanes(next, count - i) : next;
+        if (i < count) {
+          dbias = dbias + counted;
+          for (int64_t k = 0; k < width; ++k) dweight[k] = dweight[k] + counted * taps[k];
+        }
+      }
+      if (i == 0) {
+        first = next;
+      } else {
+        const int64_t at = i - vl;
+        shift_ahead<W>(taps, gradient, next, std::make_index_sequence<W>{});
+        V value = zero<T>();
+        for (int64_t j = 0; j < width; ++j) value = value + weight[past - j] * taps[j];
+        for (int64_t lane = final_from > at ? final_from - at : 0; lane < vl && at + lane < count; ++lane)
+          value[lane] += final_gradient(tile, tile.begin + at + lane, d, 1)[0];
+        if (stream && i <= count)
+          stream_as(dx + at, value);
+        else
+          write<false>(dx + at * dx_step, value, static_cast<int>(i <= count ? vl : count - at), dx_step);
+      }
+      gradient = next;
+    }
+    if (reach > 0) {
+      for (int64_t k = 0; k < width; ++k) sums[k * filters.stride] += sum(dweight[k]);
+      sums[width * filters.stride] += sum(dbias);
     }
     if (tile.begin > tile.first || tile.initial < 0 || !p.dinitial_state) return;
     for (int64_t j = 0; j < past; ++j) {
       T value = final_gradient(tile, tile.first - past + j, d, 1)[0];
-      for (int64_t k = 0; k <= j; ++k) value += *filters.tap(k, d) * gradients[j - k];
+      for (int64_t k = 0; k <= j; ++k) value += *filters.tap(k, d) * first[j - k];
       write_one(p.dinitial_state, value, tile.initial, d, j);
     }
   }
 
-  MAMBA_INLINE void write_times(S* to, V value, int64_t count) const {
-    if (count >= vl && p.dx.stride[2] == 1)
-      write<true>(to, value, vl, 1);
-    else
-      write<false>(to, value, static_cast<int>(count < vl ? count : vl), p.dx.stride[2]);
+  // A selection: the other lanes are 0 whatever they were.
+  static V first_lanes(V value, int64_t lanes) {
+    T numbers[vl];
+    store(numbers, value);
+    return load_partial<T>(numbers, static_cast<int>(lanes < 0 ? 0 : lanes));
   }
+
+  static bool aligned(const S* to) { return reinterpret_cast<uintptr_t>(to) % 64 == 0; }
 
   // Second stage: the blocks' sums, in order.
   void sum_blocks() const {
@@ -348,21 +410,22 @@ class Backward {
 
   const CausalConv1dBwd& p;
   const Plan plan;
-  const int64_t width, past;
   const Filters<T> filters;
   const Tiles tiles;
   const int64_t blocks;
   const Scratch<T> partial;  // (blocks, width + 1, filters.stride)
+  const bool streaming;
 };
 
-// Calls f(Tag<S>{}, std::integral_constant<int, W>{}).
+// Calls f(Tag<S>{}, std::integral_constant<int, W>{}); W = 0 for a width without a special version, or one that a vector cannot reach over.
 template <class Params, class F>
 void dispatch(const Params& params, F&& f) {
   dispatch_floating(params.x.dtype, [&](auto tag) {
+    constexpr int vl = Simd<Accumulate<typename decltype(tag)::type>>::width;
     switch (params.width) {
       case 2: return f(tag, std::integral_constant<int, 2>{});
       case 3: return f(tag, std::integral_constant<int, 3>{});
-      case 4: return f(tag, std::integral_constant<int, 4>{});
+      case 4: return f(tag, std::integral_constant<int, vl >= 3 ? 4 : 0>{});
       default: return f(tag, std::integral_constant<int, 0>{});
     }
   });

@@ -81,6 +81,18 @@ class Tiles {
   Scratch<Tile> tiles_;
 };
 
+// The filter's width and the number of past samples it reaches: constants for W > 0.
+template <int W>
+struct Width {
+  explicit Width(int64_t) {}
+  static constexpr int64_t width = W, past = W - 1;
+};
+template <>
+struct Width<0> {
+  explicit Width(int64_t taps) : width(taps), past(taps - 1) {}
+  const int64_t width, past;
+};
+
 // N vectors in registers; as many as wanted, in the memory given, for N = 0.
 template <class T, int N>
 struct Vectors {
@@ -156,23 +168,125 @@ Vec<T> channel_samples(const Params& p, const Tile& tile, int64_t t, int64_t d, 
   });
 }
 
-// to[i] = sample begin - (width - 1) + i of channel d, up to the tile's end; then a vector of zeros.
-template <class S, class T = Accumulate<S>, class Params>
-void time_samples(const Params& p, const Tile& tile, int64_t end, int64_t d, T* to) {
+// The `past` samples before time step t of channel d in the last lanes.
+template <class S, class T, class Params>
+Vec<T> past_samples(const Params& p, const Tile& tile, int64_t t, int64_t d, int past) {
   constexpr int vl = Simd<T>::width;
-  int64_t t = tile.begin - (p.width - 1);
-  for (; t < tile.first; ++t)
-    *to++ = tile.initial >= 0 && p.initial_state ? read_one<T>(p.initial_state, tile.initial, d, p.width - 1 + t - tile.first) : T(0);
-  const int64_t step = p.x.stride[2];
-  const S* from = p.x.template at<S>(tile.row, d, t);
-  const int64_t count = end - t;
-  int64_t i = 0;
-  if (step == 1)
-    for (; i + vl <= count; i += vl) store(to + i, load_as<T>(from + i));
-  for (; i + vl <= count; i += vl) store(to + i, load_partial<T>(from + i * step, vl, step));
-  store(to + i, load_partial<T>(from + i * step, static_cast<int>(count - i), step));
-  store(to + count, zero<T>());
+  T lanes[vl] = {};
+  for (int j = 0; j < past; ++j) {
+    const int64_t i = t - past + j;
+    if (i >= tile.first)
+      lanes[vl - past + j] = load_scalar<T>(p.x.template at<S>(tile.row, d, i));
+    else if (tile.initial >= 0 && p.initial_state)
+      lanes[vl - past + j] = read_one<T>(p.initial_state, tile.initial, d, past + i - tile.first);
+  }
+  return load(lanes);
 }
+
+template <int Width, int Lanes>
+struct BackBy {
+  static constexpr int at(int i) { return Width - Lanes + i; }
+};
+
+// Lanes -n .. width - n - 1 of the sequence ..., before, now, ...
+template <int Lanes, class V>
+MAMBA_INLINE V back_by(V before, V now) {
+  if constexpr (Lanes == 0)
+    return now;
+  else
+    return shuffle<BackBy<Simd<Lane<V>>::width, Lanes>>(before, now);
+}
+
+// taps[k]: samples W - 1 - k steps back.
+template <int W, class V, std::size_t... K>
+MAMBA_INLINE void shift_taps(V (&taps)[W], V before, V now, std::index_sequence<K...>) {
+  ((taps[K] = back_by<W - 1 - static_cast<int>(K)>(before, now)), ...);
+}
+
+// taps[k]: gradients k steps ahead.
+template <int W, class V, std::size_t... K>
+MAMBA_INLINE void shift_ahead(V (&taps)[W], V now, V next, std::index_sequence<K...>) {
+  ((taps[K] = K == 0 ? now : back_by<(Simd<Lane<V>>::width - static_cast<int>(K)) % Simd<Lane<V>>::width>(now, next)), ...);
+}
+
+// silu(z) and its slope. float: the functions of simd_math.h with half the instructions, for vectors without a lane below -87, where
+// e^-z overflows or silu becomes subnormal.
+template <class V>
+MAMBA_INLINE bool any_below(V z, Lane<V> bound) {
+#if MAMBA_CPU_AVX512
+  return _mm512_cmp_ps_mask(bit_cast<__m512>(z), _mm512_set1_ps(bound), _CMP_LT_OQ) != 0;
+#elif MAMBA_CPU_AVX2
+  return _mm256_movemask_ps(_mm256_cmp_ps(bit_cast<__m256>(z), _mm256_set1_ps(bound), _CMP_LT_OQ)) != 0;
+#else
+  const auto mask = z < bound;
+  Lane<decltype(mask)> some = 0;
+  for (int i = 0; i < Simd<Lane<V>>::width; ++i) some |= mask[i];
+  return some != 0;
+#endif
+}
+
+// e^-z for -87 <= z; NaN stays NaN
+template <class V>
+MAMBA_INLINE V exp_minus(V z) {
+  const V x = min(broadcast(87.0f), z);
+  const Rounded<V> n = round_nearest(x * -0x1.715476p0f);
+  const V r = (-x - n.value * 0x1.62e4p-1f) - n.value * 0x1.7f7d1cp-20f;
+  const V q = polynomial(r, 0x1.6a4f68p-10f, 0x1.123982p-7f, 0x1.5558aep-5f, 0x1.555492p-3f, 0x1.fffffcp-2f);
+  const V fraction = (r * r * q + r) + 1.0f;
+  return bit_cast<V>(bit_cast<IntVec<float>>(fraction) + (bit_cast<IntVec<float>>(n.shifted) << 23));
+}
+
+template <class V>
+MAMBA_INLINE V activation(V z) {
+  if constexpr (sizeof(Lane<V>) == 4) {
+    if (__builtin_expect(!any_below(z, -87.0f), 1)) return z / (exp_minus(z) + 1.0f);
+  }
+  return silu(z);
+}
+
+template <class V>
+MAMBA_INLINE V activation_slope(V z) {
+  if constexpr (sizeof(Lane<V>) == 4) {
+    if (__builtin_expect(!any_below(z, -87.0f), 1)) {
+      const V e = exp_minus(z);
+      const V s = 1.0f / (e + 1.0f);
+      return s * (min(broadcast(200.0f), z) * (e * s) + 1.0f);  // 1 - s = e s, without cancellation
+    }
+  }
+  return silu_with_slope(z).slope;
+}
+
+// Stores that pass by the caches, for outputs that would not fit into them. Needs alignment to the vector's size in memory.
+template <class V, class S>
+MAMBA_INLINE void stream_as(S* to, V from) {
+  constexpr int bytes = Simd<Lane<V>>::width * static_cast<int>(sizeof(S));
+  alignas(64) S buffer[Simd<Lane<V>>::width];
+  store_as(buffer, from);
+#if MAMBA_CPU_AVX512
+  if constexpr (bytes == 64) return _mm512_stream_si512(reinterpret_cast<__m512i*>(to), _mm512_load_si512(buffer));
+#endif
+#if MAMBA_CPU_AVX512 || MAMBA_CPU_AVX2
+  if constexpr (bytes == 32)
+    return _mm256_stream_si256(reinterpret_cast<__m256i*>(to), _mm256_load_si256(reinterpret_cast<const __m256i*>(buffer)));
+#endif
+  store_as(to, from);
+}
+
+MAMBA_INLINE void end_streaming() {
+#if MAMBA_CPU_AVX512 || MAMBA_CPU_AVX2
+  _mm_sfence();
+#endif
+}
+
+// So far ahead of a stream, in bytes, that memory answers in time; hardware prefetchers stop at page borders.
+constexpr int64_t time_ahead = 1024, channels_ahead = 256;
+
+template <class S>
+MAMBA_INLINE void prefetch(const S* from, int64_t bytes) {
+  __builtin_prefetch(reinterpret_cast<const char*>(from) + bytes);
+}
+
+constexpr int64_t streamed_bytes = 32 << 20;  // outputs of this size do not stay in a cache
 
 // The orientation of the vectors, and how many time steps a tile has.
 struct Plan {
@@ -182,12 +296,15 @@ struct Plan {
   int64_t chunks;
 
   template <class Params>
-  Plan(const Params& p, int vl, int64_t most_tasks) {
-    channels = p.x.stride[1] == 1 && p.dim > 1;
-    // Channel-last: few rows, so that their pages stay within reach of the first-level cache while all channels are swept.
-    length = channels ? (p.dim < 256 ? 32 * 256 / p.dim : 32) : 1024;
+  Plan(const Params& p, bool any_width, int vl, int64_t rows, int64_t most_tasks) {
+    channels = any_width || (p.x.stride[1] == 1 && p.dim > 1);
+    // Channels: few rows, so that their pages stay within reach of the first-level cache while all channels are swept.
+    // Time: whole rows, which lie behind one another in memory, unless there are too few of them for several threads.
+    if (channels)
+      length = p.dim >= 256 || p.dim == 0 ? rows : rows * 256 / p.dim;
+    else
+      length = p.batch * p.dim >= 64 ? int64_t{1} << 40 : 2048;
     if (length < 4 * p.width) length = 4 * p.width;
-    if (p.dim == 0) length = 1 + p.seqlen;
     chunk = p.dim;
     const int64_t tiles = p.batch * ((p.seqlen + length - 1) / length);
     const int64_t wanted = tiles < most_tasks ? tiles : most_tasks;

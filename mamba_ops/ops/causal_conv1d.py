@@ -35,7 +35,7 @@ def causal_conv1d(
         bias: (dim,), any of these dtypes.
         activation: None, "silu" or "swish" (the same).
         initial_state: (batch, dim, width - 1), or (num_sequences, dim, width - 1) with `cu_seqlens`; any of these dtypes.
-            The samples before the first one; the last column is the most recent.
+            The samples before the first; the last column is the most recent.
         seq_idx: (batch, seqlen), int32 or int64. A new sequence starts wherever the value changes along a row;
             `initial_state` belongs to a row's first sequence. Negative values mark padding, where out is 0.
         cu_seqlens: (num_sequences + 1,), int32 or int64; batch must be 1. Sequence s is the range
