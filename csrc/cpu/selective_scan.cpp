@@ -29,23 +29,22 @@ __attribute__((noinline)) void scan_states(const ScanTile<T>& tile, int rows, co
                                            const T* C, int64_t C_step) {
   constexpr int width = Simd<T>::width;
   Vec<T> h[Count];
-  for (int n = 0; n < Count; ++n) h[n] = load(states + n * width);
+  unroll<Count>([&](auto n) __attribute__((always_inline)) { h[n] = load(states + n * width); });
   for (int i = 0; i < rows; ++i) {
     ask_for_lines(tile.ahead, i);
     const Vec<T> delta = tile.delta[i], u = tile.u[i], delta_u = delta * u;
     Vec<T> sums[2] = {tile.before[i] + tile.skip * u, zero<T>()};
-#pragma GCC unroll 16
-    for (int n = 0; n < Count; ++n) {
+    unroll<Count>([&](auto n) __attribute__((always_inline)) {
       const Vec<T> b = PerLane ? load(B + n * width) : broadcast<T>(B[n]);
       const Vec<T> c = PerLane ? load(C + n * width) : broadcast<T>(C[n]);
       h[n] = exp2(delta * load(A2 + n * width)) * h[n] + delta_u * b;
       sums[n & 1] += c * h[n];
-    }
+    });
     store(tile.out + i * tile.out_pitch, (sums[0] + sums[1]) * tile.gate[i]);
     B += B_step;
     C += C_step;
   }
-  for (int n = 0; n < Count; ++n) store(states + n * width, h[n]);
+  unroll<Count>([&](auto n) __attribute__((always_inline)) { store(states + n * width, h[n]); });
 }
 
 // The work of one thread. Parameters and states of the channels at hand stand in [block][dstate][width] tables.

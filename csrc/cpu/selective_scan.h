@@ -231,7 +231,12 @@ class ScanAhead {
 
   void add(const void* first, int64_t bytes_apart, int64_t count) {
     const char* at = static_cast<const char*>(first);
-    for (int64_t i = 0; i < count && count_ < most; ++i) lines_[count_++] = at + i * bytes_apart;
+    const int64_t room = scan_min(count, most - count_);
+    for (int64_t i = 0; i < room; ++i, at += bytes_apart) {
+      lines_[count_ + i] = at;
+      asm volatile("" : "+r"(at));  // a handful of addresses: vectorised, the loop costs several times more
+    }
+    count_ += static_cast<int>(scan_max(0, room));
   }
 
   // The list for `rows` rows (per_row entries each), or null when all lines were asked for.
@@ -252,6 +257,13 @@ class ScanAhead {
   int count_ = 0, next_ = 0;
   const void* lines_[most + 2 * 32 * per_row];
 };
+
+// f(0), f(1), ..., f(Count - 1) with constant arguments: unrolled before the compiler decides which arrays live in registers.
+template <int Count, class F>
+MAMBA_INLINE void unroll(F&& f) {
+  [&]<std::size_t... I>(std::index_sequence<I...>)
+      __attribute__((always_inline)) { (f(std::integral_constant<int, static_cast<int>(I)>{}), ...); }(std::make_index_sequence<Count>{});
+}
 
 MAMBA_INLINE void ask_for_lines(const void* const* list, int row) {
   if (!list) return;

@@ -40,7 +40,7 @@ __attribute__((noinline)) void scan_states_backward(const BackwardTile<T>& tile,
   constexpr int width = Simd<T>::width;
   {
     Vec<T> h[Count];
-    for (int n = 0; n < Count; ++n) h[n] = load(states + n * width);
+    unroll<Count>([&](auto n) __attribute__((always_inline)) { h[n] = load(states + n * width); });
     for (int i = 0; i < rows; ++i) {
       const Vec<T> delta = tile.delta[i], g = tile.g[i], delta_u = delta * tile.u[i];
       const T *b_row = B.data + i * B.row_step, *c_row = C.data + i * C.row_step;
@@ -48,8 +48,7 @@ __attribute__((noinline)) void scan_states_backward(const BackwardTile<T>& tile,
       const T* dC_before = dC.before + i * dC.before_step;
       ask_for_lines(tile.ahead, i);
       Vec<T> y = first ? zero<T>() : load(tile.y + i * width);
-#pragma GCC unroll 16
-      for (int n = 0; n < Count; ++n) {
+      unroll<Count>([&](auto n) __attribute__((always_inline)) {
         const Vec<T> b = PerLane ? load(b_row + n * width) : broadcast<T>(b_row[n]);
         const Vec<T> c = PerLane ? load(c_row + n * width) : broadcast<T>(c_row[n]);
         const Vec<T> a = exp2(delta * load(A2 + n * width));
@@ -59,15 +58,15 @@ __attribute__((noinline)) void scan_states_backward(const BackwardTile<T>& tile,
         h[n] = w + delta_u * b;
         y += c * h[n];
         store(dC_row + n * width, load(dC_before + n * width) + g * h[n]);
-      }
+      });
       store(tile.y + i * width, y);
     }
   }
   Vec<T> next[Count], sum_A[Count];
-  for (int n = 0; n < Count; ++n) {
+  unroll<Count>([&](auto n) __attribute__((always_inline)) {
     next[n] = load(lambda + n * width);
     sum_A[n] = load(dA + n * width);
-  }
+  });
   for (int i = rows - 1; i >= 0; --i) {
     const Vec<T> delta = tile.delta[i], g = tile.g[i], delta_u = delta * tile.u[i];
     const T *b_row = B.data + i * B.row_step, *c_row = C.data + i * C.row_step, *kept = buffer + i * 2 * Count * width;
@@ -75,8 +74,7 @@ __attribute__((noinline)) void scan_states_backward(const BackwardTile<T>& tile,
     const T* dB_before = dB.before + i * dB.before_step;
     ask_for_lines(tile.ahead, 2 * rows - 1 - i);
     Vec<T> s1 = first ? zero<T>() : load(tile.s1 + i * width), s2 = first ? zero<T>() : load(tile.s2 + i * width);
-#pragma GCC unroll 16
-    for (int n = 0; n < Count; ++n) {
+    unroll<Count>([&](auto n) __attribute__((always_inline)) {
       const Vec<T> b = PerLane ? load(b_row + n * width) : broadcast<T>(b_row[n]);
       const Vec<T> c = PerLane ? load(c_row + n * width) : broadcast<T>(c_row[n]);
       const Vec<T> l = g * c + next[n];
@@ -86,14 +84,14 @@ __attribute__((noinline)) void scan_states_backward(const BackwardTile<T>& tile,
       sum_A[n] += lw * delta;
       store(dB_row + n * width, load(dB_before + n * width) + l * delta_u);
       next[n] = l * load(kept + (2 * n) * width);
-    }
+    });
     store(tile.s1 + i * width, s1);
     store(tile.s2 + i * width, s2);
   }
-  for (int n = 0; n < Count; ++n) {
+  unroll<Count>([&](auto n) __attribute__((always_inline)) {
     store(lambda + n * width, next[n]);
     store(dA + n * width, sum_A[n]);
-  }
+  });
 }
 
 // How the work is cut, and where partial sums go. Depends on the shape only.
