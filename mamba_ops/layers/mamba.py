@@ -208,9 +208,9 @@ class Mamba(nn.Module):
         check_packing("Mamba", hidden_states, seq_idx, cu_seqlens)
         borders = {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
 
-        xz = self.in_proj(zero_padding(hidden_states, cu_seqlens))
-        # Views (batch, d_inner, seqlen) with stride(1) == 1: convolution and scan read and write that layout.
-        x, z = xz.transpose(1, 2).chunk(2, dim=1)
+        # Views (batch, d_inner, seqlen) with stride(1) == 1: convolution and scan read and write that layout. Splitting
+        # before transposing lets the two gradients be joined in it, too.
+        x, z = (half.transpose(1, 2) for half in self.in_proj(zero_padding(hidden_states, cu_seqlens)).chunk(2, dim=2))
         x, _ = causal_conv1d(x, self.conv1d.weight.squeeze(1), self.conv1d.bias, activation="silu", **borders)
         r, B, C = self.x_proj(x.transpose(1, 2)).split([self.dt_rank, self.d_state, self.d_state], dim=2)
         delta, delta_bias = self._project_step(r)

@@ -234,7 +234,7 @@ def test_dropout_acts_in_training_only():
 
 def test_compiled_loss_without_recompiles():
     torch._dynamo.reset()
-    model = MambaLM(small())
+    model = MambaLM(small(ssm_cfg={"d_state": 3, "dt_rank": 2}))
     compiled = torch.compile(model.loss, fullgraph=True, dynamic=True)
     for number, seqlen in enumerate([5, 2, 64, 37]):
         ids = tokens(2, seqlen)
