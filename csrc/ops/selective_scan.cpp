@@ -88,6 +88,11 @@ void fill_inputs(SelectiveScanInputs& p, const Checker& check, const Tensor& u, 
   p.cu_seqlens = view_of<1>(cu_seqlens);
 }
 
+// Flat, because a size that is 1 for short sequences would make compiled programs specialise on it.
+int64_t chunk_states_size(const SelectiveScanInputs& p) {
+  return p.batch * ((p.seqlen + selective_scan_chunk - 1) / selective_scan_chunk) * p.dstate * p.dim;
+}
+
 std::tuple<Tensor, Tensor, Tensor> selective_scan_fwd(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, OptionalTensor D,
                                                       OptionalTensor z, OptionalTensor delta_bias, OptionalTensor initial_state,
                                                       OptionalTensor seq_idx, OptionalTensor cu_seqlens, bool delta_softplus,
@@ -96,10 +101,9 @@ std::tuple<Tensor, Tensor, Tensor> selective_scan_fwd(Tensor u, Tensor delta, Te
   fill_inputs(params, Checker("selective_scan", "u", u), u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx, cu_seqlens,
               delta_softplus);
   const ScalarType acc = accumulate_type(u.scalar_type());
-  const int64_t chunks = (params.seqlen + selective_scan_chunk - 1) / selective_scan_chunk;
   Tensor out = empty_sequence(u);
   Tensor last_state = empty(u, {params.num_sequences, params.dim, params.dstate}, acc);
-  Tensor chunk_states = save_states ? empty(u, {params.batch, chunks, params.dstate, params.dim}, acc) : empty(u, {0}, acc);
+  Tensor chunk_states = empty(u, {save_states ? chunk_states_size(params) : 0}, acc);
   params.out = view_of<3>(out);
   params.last_state = view_of<3>(last_state);
   if (save_states) params.chunk_states = chunk_states.mutable_data_ptr();
@@ -115,17 +119,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   SelectiveScanBwd params;
   fill_inputs(params, check, u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx, cu_seqlens, delta_softplus);
   const ScalarType acc = accumulate_type(u.scalar_type());
-  const int64_t chunks = (params.seqlen + selective_scan_chunk - 1) / selective_scan_chunk;
   check.shape("dout", dout, {{"batch", params.batch}, {"dim", params.dim}, {"seqlen", params.seqlen}});
   check.same_dtype("dout", dout);
   check.shape("dlast_state", dlast_state,
               {{cu_seqlens ? "num_sequences" : "batch", params.num_sequences}, {"dim", params.dim}, {"dstate", params.dstate}});
   check.floating("dlast_state", dlast_state);
-  check.shape("chunk_states", chunk_states,
-              {{"batch", params.batch}, {"chunks", chunks}, {"dstate", params.dstate}, {"dim", params.dim}});
-  if (chunk_states.scalar_type() != acc || !chunk_states.is_contiguous())
-    fail("selective_scan_bwd: chunk_states must be the contiguous ", dtype_name(acc), " tensor that selective_scan_fwd returned, got ",
-         dtype_name(chunk_states.scalar_type()));
+  if (chunk_states.scalar_type() != acc || chunk_states.numel() != chunk_states_size(params) || !chunk_states.is_contiguous())
+    fail("selective_scan_bwd: chunk_states must be the contiguous ", dtype_name(acc), " tensor of ", chunk_states_size(params),
+         " numbers that selective_scan_fwd returned, got ", dtype_name(chunk_states.scalar_type()), " of shape ", shape_text(chunk_states));
   check.device("chunk_states", chunk_states);
 
   Tensor du = empty_sequence(u), ddelta = empty_sequence(u);
@@ -144,6 +145,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   if (D) params.dD = view_of<1>(dD);
   if (delta_bias) params.ddelta_bias = view_of<1>(ddelta_bias);
   if (initial_state) params.dinitial_state = view_of<3>(dinitial_state);
+  if (params.dim == 0) {  // nothing to sum over
+    torch::stable::zero_(dB);
+    torch::stable::zero_(dC);
+  }
   cpu::selective_scan_bwd(params);
   return {du, ddelta, dA, dB, dC, dD, dz, ddelta_bias, dinitial_state};
 }

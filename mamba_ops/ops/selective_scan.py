@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .. import _autograd
-from .._check import Checker, accumulate_type, empty_gradient, empty_sequence, tuple_text
+from .._check import Checker, accumulate_type, dtype_name, empty_gradient, empty_sequence, tuple_text
 
 CHUNK = 8  # rows between stored states; selective_scan_chunk in csrc/params/selective_scan.h
 
@@ -122,23 +122,36 @@ def _check(check, u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx, c
     return state
 
 
-def _chunk_states_shape(u, A):
-    return u.shape[0], (u.shape[2] + CHUNK - 1) // CHUNK, A.shape[1], u.shape[1]
+def _chunk_states_size(u, A):
+    """Flat, because a size that is 1 for short sequences would make compiled programs specialise on it."""
+    return u.shape[0] * ((u.shape[2] + CHUNK - 1) // CHUNK) * A.shape[1] * u.shape[1]
 
 
-def _fake_fwd(
-    u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx, cu_seqlens, delta_softplus, save_states
-):
+def _fake_fwd(u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx, cu_seqlens, delta_softplus, save_states):
     check = Checker("selective_scan", "u", u)
     state = _check(check, u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx, cu_seqlens)
     acc = accumulate_type(u.dtype)
     last_state = u.new_empty(tuple(state.values()), dtype=acc)
-    chunk_states = u.new_empty(_chunk_states_shape(u, A) if save_states else (0,), dtype=acc)
+    chunk_states = u.new_empty((_chunk_states_size(u, A) if save_states else 0,), dtype=acc)
     return empty_sequence(u), last_state, chunk_states
 
 
 def _fake_bwd(
-    dout, dlast_state, u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx, cu_seqlens, delta_softplus, chunk_states
+    dout,
+    dlast_state,
+    u,
+    delta,
+    A,
+    B,
+    C,
+    D,
+    z,
+    delta_bias,
+    initial_state,
+    seq_idx,
+    cu_seqlens,
+    delta_softplus,
+    chunk_states,
 ):
     check = Checker("selective_scan_bwd", "u", u)
     state = _check(check, u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx, cu_seqlens)
@@ -147,7 +160,12 @@ def _fake_bwd(
     check.same_dtype("dout", dout)
     check.shape("dlast_state", dlast_state, **state)
     check.floating("dlast_state", dlast_state)
-    check.shape("chunk_states", chunk_states, **dict(zip(("batch", "chunks", "dstate", "dim"), _chunk_states_shape(u, A))))
+    size, acc = _chunk_states_size(u, A), accumulate_type(u.dtype)
+    if chunk_states.dtype != acc or chunk_states.shape != (size,):
+        check.fail(
+            f"chunk_states must be the contiguous {dtype_name(acc)} tensor of {size} numbers that selective_scan_fwd "
+            f"returned, got {dtype_name(chunk_states.dtype)} of shape {tuple_text(chunk_states.shape)}"
+        )
     check.device("chunk_states", chunk_states)
     dz = u.new_empty((0,)) if z is None else empty_sequence(u)
     dA, dB, dC, dD, ddelta_bias, dinitial_state = (

@@ -14,8 +14,9 @@ def conv1d_step(x, conv_state, weight, bias=None, *, activation=None):
     width, state_len = weight.shape[1], conv_state.shape[2]
     present = x[..., None] if x.dim() == 2 else x
     samples = torch.cat([conv_state.to(acc), present.to(acc)], dim=2)
-    windows = samples[..., state_len - width + 1 :].unfold(2, width, 1)
-    out = (windows * weight.to(acc)[:, None]).sum(-1)
+    first = state_len - width + 1
+    taps = [samples[..., first + k : first + k + present.shape[2]] * weight[:, k, None].to(acc) for k in range(width)]
+    out = sum(taps)
     if bias is not None:
         out = out + bias.to(acc)[:, None]
     if activation is not None:

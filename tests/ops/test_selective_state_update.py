@@ -209,7 +209,7 @@ def test_strided_states_in_place(backend):
     inputs = example_inputs(headdim=18)
     expected = inputs["state"].clone()
     call_(backend)(**{**inputs, "state": expected})
-    for layout, view in testing.strided_variants(inputs["state"]):
+    for layout, view in list(testing.strided_variants(inputs["state"].clone())):
         call_(backend)(**{**inputs, "state": view})
         testing.assert_close(view, expected, rtol=1e-6, what=layout)
 
@@ -241,7 +241,7 @@ def test_opcheck(backend, subset, nheads):
 
 def test_compile(backend):
     """B98."""
-    checks.compiles_once(call(backend), [example_inputs(batch=batch) for batch in (2, 3, 5)])
+    checks.compiles_once(call(backend), [example_inputs(batch=batch) for batch in (7, 2, 3)])
 
 
 def test_compiled_loop_of_in_place_steps(backend):
