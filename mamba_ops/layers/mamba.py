@@ -21,11 +21,13 @@ class HalfPrecisionStepLinear(nn.Linear):
 
 
 class Mamba(nn.Module):
-    """Selective state-space mixer of Mamba-1, with upstream's constructor arguments and state_dict names.
+    r"""Selective state-space mixer of Mamba-1, with upstream's constructor arguments and state_dict names.
 
-        [x; z] = in_proj(hidden);  x = silu(conv1d(x));  [r; B; C] = x_proj(x);  delta = softplus(dt_proj(r))
-        h[t] = exp(delta[t] A) h[t-1] + delta[t] B[t] x[t],  A = -exp(A_log)
-        out[t] = out_proj((C[t] . h[t] + D x[t]) silu(z[t]))
+    .. math::
+        [x, z] &= W_{in}\,\mathrm{hidden}, \quad x \leftarrow \mathrm{silu}(\mathrm{conv1d}(x)), \quad
+            [r, B, C] = W_x\,x, \quad \Delta = \mathrm{softplus}(W_{dt}\,r + b_{dt}) \\
+        h_t &= \exp(\Delta_t A) h_{t-1} + \Delta_t B_t x_t, \quad A = -\exp(\mathrm{A\_log}) \\
+        \mathrm{out}_t &= W_{out}\,((C_t \cdot h_t + D x_t)\,\mathrm{silu}(z_t))
 
     Args:
         d_model: width of input and output.
@@ -35,6 +37,7 @@ class Mamba(nn.Module):
         dt_rank: width of the step-size bottleneck; "auto" is ceil(d_model / 16).
         dt_min, dt_max, dt_init_floor: fresh step sizes are log-uniform in [dt_min, dt_max], but at least dt_init_floor.
         dt_init: "random" (uniform) or "constant" fresh dt_proj.weight, of size dt_rank ** -0.5 * dt_scale.
+        dt_scale: see dt_init.
         conv_bias: whether the convolution has a bias.
         bias: whether in_proj and out_proj have one.
         use_fast_path: upstream's choice between a fused CUDA kernel and separate calls. Here one path serves every
@@ -43,21 +46,26 @@ class Mamba(nn.Module):
         layer_idx: this layer's place in a model, kept as an attribute.
         device, dtype: of the parameters. A_log, D and dt_proj.bias are never narrower than float32 in a fresh layer.
 
-    Raises ValueError, naming the argument, for sizes below 1, an unknown dt_init and unless 0 < dt_min <= dt_max.
+    Raises:
+        ValueError: a size is below 1, dt_init is unknown, or not 0 < dt_min <= dt_max; the text names the argument.
 
     The projections in_proj, x_proj, dt_proj and out_proj may be replaced by wrappers or quantised linears, and carry
     hooks. The bias of a plain dt_proj is added inside the scan; any other dt_proj is called as a module. conv1d only
     holds parameters: it is not called. A_log, D and dt_proj.bias are marked `_no_weight_decay`, dt_proj.bias
-    `_no_reinit`; the marks survive copies, pickling and `to_empty`.
+    `_no_reinit`; the marks survive copies, pickling, loading and `to_empty`.
 
-    Gradients reach every parameter and the input; they are the same bits from run to run and for any number of threads
-    in the operators. Under autocast the projections and the sequences run in the autocast dtype, A, D and the states in
-    float32.
-    Source: Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces (2023), section 3.
+    Source: Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", 2023, section 3.
 
-    >>> layer = Mamba(16)
-    >>> layer(torch.randn(2, 10, 16)).shape
-    torch.Size([2, 10, 16])
+    Gradients: for the input and every parameter. Once differentiable, in reverse mode.
+    Autocast: projections and sequences in the autocast dtype; A, D, biases and states stay float32.
+    Determinism: bit-identical from run to run.
+
+    Example:
+        >>> import torch
+        >>> from mamba_ops.layers import Mamba
+        >>> layer = Mamba(16)
+        >>> layer(torch.randn(2, 10, 16)).shape
+        torch.Size([2, 10, 16])
     """
 
     def __init__(
@@ -187,14 +195,22 @@ class Mamba(nn.Module):
         seq_idx: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """hidden_states (batch, seqlen, d_model) -> the same shape and dtype (under autocast, the autocast dtype).
+        """Mixes the tokens of each sequence.
 
-        seq_idx (batch, seqlen), integer: a new sequence starts wherever the value changes; nothing flows across.
-        cu_seqlens (sequences + 1), int32 or int64: batch is 1, sequence s is cu_seqlens[s] .. cu_seqlens[s + 1]. What
-        follows the last sequence is padding: its content, even NaN, is never used, its output and gradient are 0.
+        Args:
+            hidden_states: (batch, seqlen, d_model), of the parameters' dtype (any float under autocast).
+            inference_params: must be None; the layer keeps no state between calls.
+            seq_idx: (batch, seqlen), int32 or int64: a new sequence starts wherever the value changes; nothing flows
+                across, and a negative value hides a token from the convolution.
+            cu_seqlens: (sequences + 1,), int32 or int64; batch is 1, sequence s is cu_seqlens[s] .. cu_seqlens[s + 1].
+                What follows the last is padding: its content, even NaN, is never used, its output and gradient are 0.
 
-        Raises ValueError for shapes that do not fit and NotImplementedError for inference_params: this layer runs whole
-        sequences and keeps no state between calls.
+        Returns:
+            (batch, seqlen, d_model) in hidden_states' dtype; under autocast in the autocast dtype.
+
+        Raises:
+            ValueError: a shape does not fit, or both kinds of borders are given.
+            NotImplementedError: inference_params is given.
         """
         if inference_params is not None:
             raise NotImplementedError(

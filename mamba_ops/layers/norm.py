@@ -7,28 +7,36 @@ from ..ops import rms_norm
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last axis, with optional residual, gate and groups.
+    r"""Root-mean-square norm over the last axis, with optional residual, gate and groups.
 
-    s = x + residual;  out = s / sqrt(mean(s^2) + eps) * weight,  then * silu(z) with a gate. With
-    norm_before_gate=False the gate comes first: out = v / sqrt(mean(v^2) + eps) * weight, v = s * silu(z).
+    .. math::
+        s &= x + \mathrm{residual} \\
+        \mathrm{out} &= s / \sqrt{\mathrm{mean}(s^2) + \mathrm{eps}} \cdot \mathrm{weight} + \mathrm{bias}
+
+    With a gate z, out is multiplied by silu(z); with norm_before_gate=False, s is multiplied by it instead.
 
     Args:
         hidden_size: length of the normalised axis.
         eps: added to the mean of squares inside the root; positive.
-        group_size: normalise within groups of this many neighbouring columns; must divide hidden_size. None: one group.
-        norm_before_gate: whether the norm or the gate comes first; without z it means nothing.
-        bias: add a learned bias (upstream has none, and then the state_dict has only `weight`).
+        group_size: normalise within groups of this many neighbouring columns; divides hidden_size. Default: one group.
+        norm_before_gate: whether the gate multiplies the normalised row, or the row before the norm.
+        bias: whether there is a learned bias (upstream has none, and then the state_dict has only `weight`).
         device, dtype: of the parameters.
 
-    Raises ValueError for a group_size that does not divide hidden_size and for eps <= 0.
+    Raises:
+        ValueError: hidden_size, eps or group_size does not fit; the text names the argument.
 
-    Statistics are computed in float32 (float64 for float64 x) whatever the dtypes; autocast casts nothing here.
-    Gradients reach x, residual, z, weight and bias and are the same bits from run to run. Source: Zhang and Sennrich,
-    Root Mean Square Layer Normalization (2019).
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
 
-    >>> norm = RMSNorm(8)
-    >>> norm(torch.randn(2, 3, 8)).shape
-    torch.Size([2, 3, 8])
+    Gradients: for x, residual, z, weight and bias. Once differentiable, in reverse mode.
+    Autocast: leaves every tensor as it is; statistics are float32 (float64 for float64) whatever the dtypes.
+    Determinism: bit-identical from run to run and for any number of threads.
+
+    Example:
+        >>> import torch
+        >>> from mamba_ops.layers import RMSNorm
+        >>> RMSNorm(2, eps=1e-12)(torch.tensor([[3.0, 4.0]]))
+        tensor([[0.8485, 1.1314]], grad_fn=...)
     """
 
     def __init__(
@@ -70,11 +78,19 @@ class RMSNorm(nn.Module):
         prenorm: bool = False,
         residual_in_fp32: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Returns out (..., hidden_size) in x's dtype; with prenorm the pair (out, residual_out).
+        """Normalises x, or x + residual.
 
-        x, residual, z: (..., hidden_size). residual_out = x + residual has residual's dtype, or the dtype of the
-            statistics with
-        residual_in_fp32; without residual it is x itself (cast with residual_in_fp32).
+        Args:
+            x, residual, z: (..., hidden_size).
+            prenorm: return residual_out as well.
+            residual_in_fp32: residual_out is float32 (float64 for float64 x).
+
+        Returns:
+            out (..., hidden_size) in x's dtype; with prenorm the pair (out, residual_out), where residual_out is
+            x + residual in residual's dtype, or x itself without residual.
+
+        Raises:
+            ValueError: x's last axis is not hidden_size.
         """
         if x.shape[-1] != self.hidden_size:
             raise ValueError(f"RMSNorm: x must have shape (..., {self.hidden_size}), got {tuple(x.shape)}")

@@ -32,10 +32,13 @@ class MambaConfig:
         dropout: in training, the probability of dropping an element of the embedding and of each mixer's output
             (upstream has none).
 
-    Raises ValueError, naming the field, for values that make no model.
+    Raises:
+        ValueError: a field makes no model; the text names it.
 
-    >>> MambaConfig(d_model=64, n_layer=2, vocab_size=250).padded_vocab_size
-    256
+    Example:
+        >>> from mamba_ops.models import MambaConfig
+        >>> MambaConfig(d_model=64, n_layer=2, vocab_size=250).padded_vocab_size
+        256
     """
 
     d_model: int = 768

@@ -62,24 +62,35 @@ class MambaBackbone(nn.Module):
 
 
 class MambaLM(nn.Module):
-    """Mamba language model: logits of the next token at every position; state_dict names are upstream's.
+    r"""Mamba language model: logits of the next token at every position; state_dict names are upstream's.
+
+    .. math::
+        x_0 = \mathrm{embedding}(\mathrm{ids}), \quad x_{i+1} = x_i + \mathrm{mixer}_i(\mathrm{norm}_i(x_i)), \quad
+        \mathrm{logits} = W_{head}\,\mathrm{norm}_f(x_n)
 
     Args:
         config: sizes and options.
         activation_checkpointing: keep only the blocks' inputs in training and run each block again in the backward
-            pass. It can be switched later by `model.backbone.activation_checkpointing`; the numbers are the same.
+            pass; the numbers are the same. `model.backbone.activation_checkpointing` switches it later.
         device, dtype: of the parameters; A_log, D and the step-size biases are never narrower than float32 in a fresh
             model.
 
     Fresh values: embedding normal with standard deviation initializer_range, biases of linear layers 0, out_proj as any
     linear layer but divided by sqrt(n_layer), the rest as layers.Mamba. The embedding has padded_vocab_size rows;
     logits have vocab_size columns.
-    Raises ValueError for input_ids that are not integers of shape (batch, seqlen).
-    Source: Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces (2023).
 
-    >>> model = MambaLM(MambaConfig(d_model=16, n_layer=2, vocab_size=30))
-    >>> model(torch.randint(30, (2, 10))).shape
-    torch.Size([2, 10, 30])
+    Source: Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", 2023.
+
+    Gradients: for every parameter. Autocast and determinism: as layers.Mamba.
+
+    Example:
+        >>> import torch
+        >>> from mamba_ops.models import MambaConfig, MambaLM
+        >>> model = MambaLM(MambaConfig(d_model=16, n_layer=2, vocab_size=30))
+        >>> ids = torch.randint(30, (2, 11))
+        >>> model(ids).shape
+        torch.Size([2, 11, 30])
+        >>> model.loss(ids[:, :-1], ids[:, 1:]).backward()
     """
 
     def __init__(self, config: MambaConfig, activation_checkpointing: bool = False, device=None, dtype=None) -> None:
@@ -122,10 +133,18 @@ class MambaLM(nn.Module):
         return result
 
     def forward(self, input_ids: Tensor, seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
-        """input_ids (batch, seqlen) -> logits (batch, seqlen, vocab_size); position t predicts token t + 1.
+        """Predicts token t + 1 at every position t.
 
-        seq_idx (batch, seqlen) or cu_seqlens (sequences + 1) separate packed sequences, as in layers.Mamba; behind the
-        last sequence of cu_seqlens the logits are 0 (the token numbers there are not used, but must be valid).
+        Args:
+            input_ids: (batch, seqlen), integers below padded_vocab_size.
+            seq_idx, cu_seqlens: borders of packed sequences, as in layers.Mamba; behind the last sequence of cu_seqlens
+                the logits are 0 (the token numbers there are not used, but must be valid).
+
+        Returns:
+            Logits (batch, seqlen, vocab_size).
+
+        Raises:
+            ValueError: input_ids are not integers of that shape, or the borders do not fit.
         """
         if input_ids.dim() != 2 or input_ids.is_floating_point():
             raise ValueError(
@@ -144,9 +163,18 @@ class MambaLM(nn.Module):
         cu_seqlens: Tensor | None = None,
         ignore_index: int = -100,
     ) -> Tensor:
-        """Mean cross-entropy in nats: targets[:, t], of shape (batch, seqlen), is the token after input_ids[:, t].
+        """Mean cross-entropy, in nats, of the next token.
 
-        Positions whose target is ignore_index do not count. The sum is taken in float32 (float64 for a float64 model).
+        Args:
+            input_ids, seq_idx, cu_seqlens: as in forward.
+            targets: (batch, seqlen), targets[:, t] being the token after input_ids[:, t].
+            ignore_index: positions with this target do not count.
+
+        Returns:
+            The mean, in float32 (float64 for a float64 model).
+
+        Raises:
+            ValueError: targets have another shape than input_ids, or as in forward.
         """
         if targets.shape != input_ids.shape:
             raise ValueError(f"MambaLM: targets must have shape {tuple(input_ids.shape)}, got {tuple(targets.shape)}")
