@@ -254,10 +254,7 @@ void forward(const SelectiveScanFwd& p) {
   const int64_t piece = scan_max(1, scan_min(blocks.count, 65536 / row_work));
   const int64_t strip = ceil_div(scan_max(piece, 65536 / (states * width)), piece) * piece;
   const int64_t strips = ceil_div(blocks.count, strip), pieces = ceil_div(scan_min(strip, blocks.count), scan_max(1, piece));
-  const bool time_contiguous = p.u.stride[2] == 1 && p.u.stride[1] != 1;
-  const int tile = time_contiguous && p.u.dtype != DType::f64 && p.u.dtype != DType::f32 ? 32 : 16;
-  const int long_block = blocks.per_lane ? 16 : static_cast<int>(scan_min(scan_max_rows, scan_max(32, 4096 / states / 32 * 32)));
-  const ScanRowPlan plan{time_contiguous ? (long_block < tile ? tile : long_block) : 16, tile};
+  const ScanRowPlan plan = scan_row_plan(p, blocks.per_lane, scan_max_rows);
   parallel_for(strips * p.batch * pieces, [&](int64_t begin, int64_t end) {
     Forward<T> work(p, blocks, plan, scan_min(strip, blocks.count));
     int64_t loaded = -1;

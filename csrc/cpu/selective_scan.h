@@ -211,6 +211,19 @@ struct ScanRowPlan {
   int block, tile;
 };
 
+// `most` limits the row block where time is contiguous. Where the rows of a tile would all fall into one set of the first-level cache,
+// tiles are shorter. Results do not depend on the choice.
+inline ScanRowPlan scan_row_plan(const SelectiveScanInputs& p, bool per_lane, int most) {
+  const int64_t size = size_of(p.u.dtype);
+  if (p.u.stride[2] == 1 && p.u.stride[1] != 1) {
+    const int tile = size < 4 ? 32 : 16;  // one cache line per channel
+    const int64_t block = per_lane ? tile : scan_min(most, scan_max(32, 4096 / scan_max(1, p.dstate) / 32 * 32));
+    return {static_cast<int>(block), tile};
+  }
+  const int rows = p.u.stride[2] * size % 4096 == 0 ? 8 : 16;
+  return {rows, rows};
+}
+
 // Cache lines to ask for while the recurrence runs, a few per row: tiles walk through one line per page, which hardware prefetchers do not
 // follow, and asking for a whole tile at once would stall.
 class ScanAhead {

@@ -106,8 +106,8 @@ struct BackwardPlan {
   int64_t cells_B, cells_C;          // cells that share a group: above 1, dB (dC) of each cell goes to a buffer first
 
   explicit BackwardPlan(const SelectiveScanBwd& p)
-      : blocks(p), rows{8, 8}, B(scan_matrix(p, p.B, p.B_varies, p.ngroups_B)), C(scan_matrix(p, p.C, p.C_varies, p.ngroups_C)) {
-    const int64_t cell_blocks = blocks.packed ? 1 : ceil_div(scan_max(96, 4 * p.dstate), width);
+      : blocks(p), B(scan_matrix(p, p.B, p.B_varies, p.ngroups_B)), C(scan_matrix(p, p.C, p.C_varies, p.ngroups_C)) {
+    const int64_t cell_blocks = blocks.packed ? 1 : ceil_div(scan_max(128, 4 * p.dstate), width);
     cells_per_run = ceil_div(blocks.blocks_per_run, cell_blocks);
     const int64_t runs = blocks.count / blocks.blocks_per_run;
     cells = runs * cells_per_run;
@@ -116,7 +116,7 @@ struct BackwardPlan {
     // At most 32 blocks, and sums of dA no larger than a quarter of u.
     batch_rows = scan_max(1, scan_max(ceil_div(p.batch, 32), ceil_div(4 * p.dstate, scan_max(1, p.seqlen))));
     batch_blocks = ceil_div(p.batch, batch_rows);
-    if (p.u.stride[2] == 1 && p.u.stride[1] != 1 && !blocks.per_lane) rows = {32, size_of(p.u.dtype) < 4 ? 32 : 16};
+    rows = scan_row_plan(p, blocks.per_lane, 32);
   }
 
   MAMBA_INLINE int64_t first_block(int64_t cell) const {
