@@ -29,13 +29,13 @@ def causal_conv1d(
     The sum stays inside the sequence of t. Samples before the first are those of `initial_state`, or zero.
 
     Args:
-        x: (batch, dim, seqlen), any strides; float64, float32, bfloat16 or float16. A transposed (batch, seqlen, dim) tensor
-            is read as it is.
+        x: (batch, dim, seqlen), any strides; float64, float32, bfloat16 or float16. A transposed (batch, seqlen, dim)
+            tensor is read as it is.
         weight: (dim, width), any width >= 1, any of these dtypes; weight[:, -1] multiplies the present sample.
         bias: (dim,), any of these dtypes.
         activation: None, "silu" or "swish" (the same).
-        initial_state: (batch, dim, width - 1), or (num_sequences, dim, width - 1) with `cu_seqlens`; any of these dtypes.
-            The samples before the first; the last column is the most recent.
+        initial_state: (batch, dim, width - 1), or (num_sequences, dim, width - 1) with `cu_seqlens`; any of these
+            dtypes. The samples before the first; the last column is the most recent.
         seq_idx: (batch, seqlen), int32 or int64. A new sequence starts wherever the value changes along a row;
             `initial_state` belongs to a row's first sequence. Negative values mark padding, where out is 0.
         cu_seqlens: (num_sequences + 1,), int32 or int64; batch must be 1. Sequence s is the range
@@ -43,13 +43,13 @@ def causal_conv1d(
 
     Returns:
         out: (batch, dim, seqlen) in x's dtype; in (batch, seqlen, dim) memory when x.stride(1) == 1, else contiguous.
-        last_state: the last width - 1 samples of each row (of each sequence with `cu_seqlens`), as `initial_state` of the
-            call that continues it; in x's dtype, contiguous.
+        last_state: the last width - 1 samples of each row (of each sequence with `cu_seqlens`), the `initial_state` of
+            the call that continues it; in x's dtype, contiguous.
 
     Raises:
         ValueError: an unknown `activation`.
-        RuntimeError: a shape, dtype or device does not fit, or `cu_seqlens` decreases or ends beyond seqlen; the text names
-            the argument.
+        RuntimeError: a shape, dtype or device does not fit, or `cu_seqlens` decreases or ends beyond seqlen; the text
+            names the argument.
 
     Source: Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", 2023.
 
