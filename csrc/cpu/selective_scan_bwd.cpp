@@ -116,7 +116,7 @@ struct BackwardPlan {
     // At most 32 blocks, and sums of dA no larger than a quarter of u.
     batch_rows = scan_max(1, scan_max(ceil_div(p.batch, 32), ceil_div(4 * p.dstate, scan_max(1, p.seqlen))));
     batch_blocks = ceil_div(p.batch, batch_rows);
-    rows = scan_row_plan(p, blocks.per_lane, 32);
+    rows = scan_row_plan(p, blocks.per_lane, scan_max_rows);
   }
 
   MAMBA_INLINE int64_t first_block(int64_t cell) const {
@@ -185,9 +185,10 @@ class Backward {
         dbias_(table_blocks * width),
         B_rows_(scan_rows_size<T>(p, blocks_.per_lane, plan.rows.block)),
         C_rows_(scan_rows_size<T>(p, blocks_.per_lane, plan.rows.block)),
-        dB_(p.B_varies ? (plan.rows.block * p.dstate + width) * width : 0),
-        dC_(p.C_varies ? (plan.rows.block * p.dstate + width) * width : 0),
-        sums_(plan.rows.block * p.dstate + width),
+        dB_(p.B_varies ? (plan.rows.tile * p.dstate + width) * width : 0),
+        dC_(p.C_varies ? (plan.rows.tile * p.dstate + width) * width : 0),
+        sums_B_(plan.rows.block * p.dstate + width),
+        sums_C_(plan.rows.block * p.dstate + width),
         states_(p.dstate * width),
         zeros_(p.dstate * width),
         kept_(2 * chunk_rows * states_in_registers * width) {
@@ -254,10 +255,6 @@ class Backward {
   }
 
   void run_cell(int64_t batch, int64_t cell, int64_t end) {
-    // Padding rows are never visited; the first block of the cell sets all others.
-    const int64_t padding = segments_.valid * p_.dstate * width, vectors = (rows_ - segments_.valid) * p_.dstate;
-    if (p_.B_varies) clear(dB_.get() + padding, vectors);
-    if (p_.C_varies) clear(dC_.get() + padding, vectors);
     const int64_t first = plan_.first_block(cell), last = plan_.first_block(cell + 1);
     for (int64_t block = first; block < last; ++block) {
       const int64_t channel = blocks_.channel(block);
@@ -275,12 +272,26 @@ class Backward {
           look_ahead(batch, blocks_.channel(block + 1), time_ + (rows_ - 1) / plan_.rows.tile * plan_.rows.tile);
         else if (time_ > 0)
           look_ahead(batch, blocks_.channel(first_), time_ - plan_.rows.tile);
-        fresh_ = block == first;
-        tile(batch, block, channel, lanes, row, static_cast<int>(scan_min(plan_.rows.tile, rows_ - row)));
+        const int rows = static_cast<int>(scan_min(plan_.rows.tile, rows_ - row));
+        const bool one_tile = plan_.rows.tile == plan_.rows.block;
+        fresh_ = block == first || !one_tile;
+        if (fresh_) clear_padding(row, rows);
+        tile(batch, block, channel, lanes, row, rows);
+        // Lane partials: over all blocks of the cell where they stay in the cache, else block by block.
+        if (one_tile && block + 1 < last) continue;
+        if (p_.B_varies) add_lanes(dB_.get(), sums_B_.get(), row, rows, one_tile || block == first);
+        if (p_.C_varies) add_lanes(dC_.get(), sums_C_.get(), row, rows, one_tile || block == first);
       }
     }
-    if (p_.B_varies) store_sums(dB_.get(), plan_.B, p_.dB, parts_.B.get(), batch, cell);
-    if (p_.C_varies) store_sums(dC_.get(), plan_.C, p_.dC, parts_.C.get(), batch, cell);
+    if (p_.B_varies) store_sums(sums_B_.get(), dB_.get(), plan_.B, p_.dB, parts_.B.get(), batch, cell);
+    if (p_.C_varies) store_sums(sums_C_.get(), dC_.get(), plan_.C, p_.dC, parts_.C.get(), batch, cell);
+  }
+
+  // Padding rows are never visited; the first block that adds to the lane partials sets all others.
+  void clear_padding(int row, int rows) {
+    const int64_t from = scan_max(0, scan_min(rows, segments_.valid - row)) * p_.dstate;
+    if (p_.B_varies) clear(dB_.get() + from * width, rows * p_.dstate - from);
+    if (p_.C_varies) clear(dC_.get() + from * width, rows * p_.dstate - from);
   }
 
   // The tile that comes next.
@@ -297,8 +308,24 @@ class Backward {
     return static_cast<const T*>(p_.chunk_states) + (batch * chunks + time / selective_scan_chunk) * p_.dstate * p_.dim + channel;
   }
 
-  // Lane partials of a cell -> dB or dC rows of its group, or the cell's part of them.
-  void store_sums(T* partials, const ScanMatrix& matrix, const View<4>& to, T* parts, int64_t batch, int64_t cell) {
+  // Adds up the lanes of rows [row, row + rows): sums[row][n] = (or +=) the sum of a vector of `partials`.
+  void add_lanes(const T* partials, T* sums, int row, int rows, bool set) {
+    if (blocks_.packed) return;
+    const int64_t count = rows * p_.dstate;
+    T* to = sums + row * p_.dstate;
+    for (int64_t j = 0; j < count; j += width) {
+      Vec<T> v[width];
+      for (int i = 0; i < width; ++i) v[i] = load(partials + (j + i) * width);
+      const Vec<T> added = set ? sum_each(v) : load(to + j) + sum_each(v);
+      if (j + width <= count)
+        store(to + j, added);
+      else
+        store_partial(to + j, added, static_cast<int>(count - j));
+    }
+  }
+
+  // The sums of a cell -> dB or dC rows of its group, or the cell's part of them. A packed block has several groups.
+  void store_sums(T* sums, const T* partials, const ScanMatrix& matrix, const View<4>& to, T* parts, int64_t batch, int64_t cell) {
     const int64_t count = rows_ * p_.dstate, channel = blocks_.channel(plan_.first_block(cell));
     if (blocks_.packed) {
       const int lanes = blocks_.lanes(plan_.first_block(cell)), size = static_cast<int>(matrix.group_size);
@@ -306,23 +333,15 @@ class Backward {
         for (int64_t j = 0; j < count; ++j) {
           T sum = 0;
           for (int i = 0; i < size; ++i) sum += partials[j * width + lane + i];
-          sums_.get()[j] = sum;
+          sums[j] = sum;
         }
-        store_matrix_rows(sums_.get(), to, batch, matrix.group(channel + lane), time_, rows_, p_.dstate);
+        store_matrix_rows(sums, to, batch, matrix.group(channel + lane), time_, rows_, p_.dstate);
       }
-      return;
+    } else if (parts) {
+      __builtin_memcpy(parts + ((batch * plan_.cells + cell) * p_.seqlen + time_) * p_.dstate, sums, count * sizeof(T));
+    } else {
+      store_matrix_rows(sums, to, batch, matrix.group(channel), time_, rows_, p_.dstate);
     }
-    T* part = parts ? parts + ((batch * plan_.cells + cell) * p_.seqlen + time_) * p_.dstate : sums_.get();
-    for (int64_t j = 0; j < count; j += width) {
-      Vec<T> v[width];
-      for (int i = 0; i < width; ++i) v[i] = load(partials + (j + i) * width);
-      const Vec<T> sums = sum_each(v);
-      if (!parts || j + width <= count)
-        store(part + j, sums);
-      else
-        store_partial(part + j, sums, static_cast<int>(count - j));
-    }
-    if (!parts) store_matrix_rows(part, to, batch, matrix.group(channel), time_, rows_, p_.dstate);
   }
 
   static TileRows<T> rows_of(T* tile, const View<3>& view, int64_t batch, int64_t channel, int64_t time, int rows, int lanes) {
@@ -429,8 +448,8 @@ class Backward {
     const T* A2 = table(A2_, block);
     T *lambda = table(lambda_, block), *dA = table(dA_, block);
     const int64_t row_step = p_.dstate * width;
-    const auto sums = [&](bool varies, const Scratch<T>& rows_of_cell, const Scratch<T>& constant) -> LaneSums<T> {
-      T* to = varies ? rows_of_cell.get() + in_block * row_step : table(constant, block);
+    const auto sums = [&](bool varies, const Scratch<T>& lane_partials, const Scratch<T>& constant) -> LaneSums<T> {
+      T* to = varies ? lane_partials.get() + in_tile * row_step : table(constant, block);
       const int64_t step = varies ? row_step : 0;
       const bool fresh = varies && fresh_;
       return {to, step, fresh ? zeros_.get() : to, fresh ? 0 : step};
@@ -477,12 +496,12 @@ class Backward {
   const BackwardPlan<T>& plan_;
   const ScanBlocks<T>& blocks_;
   const BackwardParts<T>& parts_;
-  const Scratch<T> A2_, lambda_, dA_, constant_B_, constant_C_, skip_, bias_, dD_, dbias_, B_rows_, C_rows_, dB_, dC_, sums_, states_,
-      zeros_, kept_;
+  const Scratch<T> A2_, lambda_, dA_, constant_B_, constant_C_, skip_, bias_, dD_, dbias_, B_rows_, C_rows_, dB_, dC_, sums_B_, sums_C_,
+      states_, zeros_, kept_;
   ScanRows<T> B_now_{}, C_now_{};
   int64_t first_ = 0, time_ = 0, loaded_run_ = -1;
   int rows_ = 0;
-  bool fresh_ = false;  // nothing was added to dB_ and dC_ yet
+  bool fresh_ = false;  // nothing was added to the lane partials yet
   ScanSegments segments_;
   ScanAhead ahead_;
   alignas(64) T delta_[max_tile * width];
