@@ -80,4 +80,12 @@ STABLE_TORCH_LIBRARY(mamba, m) {
   m.def(
       "selective_state_update_(Tensor(a!) state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D=None, Tensor? z=None, "
       "Tensor? dt_bias=None, bool dt_softplus=False, Tensor? state_batch_indices=None) -> Tensor");
+
+  // hidden, result (batch, d_model), result float32; conv_state (n_layer, batch, d_inner, state_len); ssm_state (n_layer, batch, d_inner,
+  // d_state); weights, parameters (n_layer, …) as csrc/params/mamba_step.h packs them
+  m.def(
+      "mamba_step_(Tensor hidden, Tensor(a!) conv_state, Tensor(b!) ssm_state, Tensor weights, Tensor parameters, int d_conv, int dt_rank, "
+      "float eps, bool block) -> Tensor");
+  // hidden (batch, d_model); norm_weight (d_model); weight (vocab, d_model); result (batch, vocab), float32
+  m.def("mamba_step_logits(Tensor hidden, Tensor norm_weight, Tensor weight, float eps) -> Tensor");
 }

@@ -1,8 +1,9 @@
 """The one recipe that makes an operator differentiable.
 
-The library registers raw operators `<op>_fwd` and `<op>_bwd`, which know nothing of autograd. `define` makes the public `<op>` over them, as
-a CompositeImplicitAutograd kernel: it is right under eager autograd, torch.compile, torch.export, activation checkpointing and
-torch.func (grad, vjp, jacrev, vmap), and refuses in words what it cannot do (forward mode, double backward).
+The library registers raw operators `<op>_fwd` and `<op>_bwd`, which know nothing of autograd. `define` makes the public
+`<op>` over them, as a CompositeImplicitAutograd kernel: it is right under eager autograd, torch.compile, torch.export,
+activation checkpointing and torch.func (grad, vjp, jacrev, vmap), and refuses in words what it cannot do (forward mode,
+double backward).
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ def define(
 ) -> None:
     """Register `namespace::name` as differentiable.
 
-    forward(*arguments, save)      calls the raw forward; its first `num_outputs` results are the operator's, the rest is kept for backward,
-                                   and need not be filled when `save` is False
-    backward(*dout, *arguments, *kept)  calls the raw backward: the gradients of the arguments at positions `gradients_of`, in that order;
-                                   a gradient of the outputs that does not exist arrives as None
-    non_differentiable             positions of outputs that carry no gradient
-    same_gradient                  pairs (position, source): an empty gradient at `position` means that it equals the one at `source`
+    forward(*arguments, save)           calls the raw forward; its first `num_outputs` results are the operator's, the
+                                        rest is kept for backward and need not be filled when `save` is False
+    backward(*dout, *arguments, *kept)  calls the raw backward: the gradients of the arguments at positions
+                                        `gradients_of`, in that order; an absent gradient of an output arrives as None
+    non_differentiable                  positions of outputs that carry no gradient
+    same_gradient                       pairs (position, source): an empty gradient at `position` means that it equals
+                                        the one at `source`
     """
 
     class Backward(torch.autograd.Function):
@@ -128,7 +130,7 @@ def _defaults(namespace: str, name: str) -> list[Any]:
 
 
 def define_autocast(namespace: str, name: str, positions: Sequence[int]) -> None:
-    """Under autocast, cast the float32 tensors at `positions` to the autocast dtype; parameters, states and float64 stay as they are."""
+    """Under autocast, cast the tensors at `positions` to the autocast dtype; others, and float64, stay as they are."""
     operator = getattr(getattr(torch.ops, namespace), name)
     for device, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
 

@@ -29,7 +29,8 @@ def explain(folder: Path, reason: str) -> ImportError:
     """The one-sentence error for a library that cannot be used."""
     build = build_information(folder)
     built = (
-        f"built for {build.get('platform')} and torch >= {build.get('torch_minimum')} (headers of torch {build.get('torch_headers')})"
+        f"built for {build.get('platform')} and torch >= {build.get('torch_minimum')} "
+        f"(headers of torch {build.get('torch_headers')})"
         if build
         else "with no build record beside it"
     )
@@ -42,7 +43,8 @@ def load(folder: Path = FOLDER) -> None:
     library = folder / "_C.so"
     if not library.exists():
         raise ImportError(
-            f"mamba_ops: the operator library {library} does not exist (expected the one built for version {__version__}): {REBUILD}."
+            f"mamba_ops: the operator library {library} does not exist "
+            f"(expected the one built for version {__version__}): {REBUILD}."
         )
     build = build_information(folder)
     if build.get("version") != __version__:

@@ -123,7 +123,9 @@ def _check(check, state, x, dt, A, B, C, D, z, dt_bias, any_entries=False):
     heads = x.dim() == 3
     if x.dim() != 2 and not heads:
         check.fail(f"x must have shape (batch, dim) or (batch, nheads, headdim), got {tuple_text(x.shape)}")
-    check.dims("state", state, 4 if heads else 3, "(batch, nheads, headdim, dstate)" if heads else "(batch, dim, dstate)")
+    check.dims(
+        "state", state, 4 if heads else 3, "(batch, nheads, headdim, dstate)" if heads else "(batch, dim, dstate)"
+    )
     check.dims("B", B, 3 if heads else 2, "(batch, ngroups, dstate)" if heads else "(batch, dstate)")
     batch = {"batch": x.shape[0]}
     channels = {"nheads": x.shape[1], "headdim": x.shape[2]} if heads else {"dim": x.shape[1]}

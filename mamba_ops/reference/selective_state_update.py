@@ -29,7 +29,9 @@ def selective_state_update(state, x, dt, A, B, C, D=None, z=None, dt_bias=None, 
     return y.to(x.dtype), s.to(state.dtype)
 
 
-def selective_state_update_(state, x, dt, A, B, C, D=None, z=None, dt_bias=None, *, dt_softplus=False, state_batch_indices=None):
+def selective_state_update_(
+    state, x, dt, A, B, C, D=None, z=None, dt_bias=None, *, dt_softplus=False, state_batch_indices=None
+):
     """The same in place; row b uses state[state_batch_indices[b]] (none if negative: out is 0)."""
     indices = torch.arange(x.shape[0]) if state_batch_indices is None else state_batch_indices
     out = torch.zeros_like(x)
