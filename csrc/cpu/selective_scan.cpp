@@ -256,6 +256,7 @@ void forward(const SelectiveScanFwd& p) {
   const int64_t strips = ceil_div(blocks.count, strip), pieces = ceil_div(scan_min(strip, blocks.count), scan_max(1, piece));
   const ScanRowPlan plan = scan_row_plan(p, blocks.per_lane, scan_max_rows);
   parallel_for(strips * p.batch * pieces, [&](int64_t begin, int64_t end) {
+    const FlushSubnormals flush;
     Forward<T> work(p, blocks, plan, scan_min(strip, blocks.count));
     int64_t loaded = -1;
     while (begin < end) {
