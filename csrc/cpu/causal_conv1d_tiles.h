@@ -172,6 +172,7 @@ Vec<T> channel_samples(const Params& p, const Tile& tile, int64_t t, int64_t d, 
 template <class S, class T, class Params>
 Vec<T> past_samples(const Params& p, const Tile& tile, int64_t t, int64_t d, int past) {
   constexpr int vl = Simd<T>::width;
+  if (t == tile.first && (tile.initial < 0 || !p.initial_state)) return zero<T>();
   T lanes[vl] = {};
   for (int j = 0; j < past; ++j) {
     const int64_t i = t - past + j;
@@ -316,6 +317,20 @@ struct Plan {
     chunks = p.dim > 0 ? (p.dim + chunk - 1) / chunk : 0;
   }
 };
+
+// Calls f(Tag<S>{}, std::integral_constant<int, W>{}); W = 0 for a width without a special version, or one that a vector cannot reach over.
+template <class Params, class F>
+void dispatch(const Params& params, F&& f) {
+  dispatch_floating(params.x.dtype, [&](auto tag) {
+    constexpr int vl = Simd<Accumulate<typename decltype(tag)::type>>::width;
+    switch (params.width) {
+      case 2: return f(tag, std::integral_constant<int, 2>{});
+      case 3: return f(tag, std::integral_constant<int, 3>{});
+      case 4: return f(tag, std::integral_constant<int, vl >= 3 ? 4 : 0>{});
+      default: return f(tag, std::integral_constant<int, 0>{});
+    }
+  });
+}
 
 }  // namespace
 }  // namespace mamba::cpu::MAMBA_CPU_LEVEL
