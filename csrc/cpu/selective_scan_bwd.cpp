@@ -319,7 +319,7 @@ class Backward {
     const auto matrix = [&](const Scratch<T>& sums, const View<2>& to, const Scratch<T>& parts) {
       if (direct)
         store_parameter(table(sums, block), to, channel, lanes, p_.dstate);
-      else
+      else if (size > 0)
         __builtin_memcpy(parts.get() + part * size, table(sums, block), size * sizeof(T));
     };
     const auto line = [&](const Scratch<T>& sums, const View<1>& to, const Scratch<T>& parts) {
