@@ -1,6 +1,7 @@
 """Modules with upstream's constructor arguments and state_dict names, built on mamba_ops.ops."""
 
+from .cache import MambaCache
 from .mamba import Mamba
 from .norm import RMSNorm
 
-__all__ = ["Mamba", "RMSNorm"]
+__all__ = ["Mamba", "MambaCache", "RMSNorm"]

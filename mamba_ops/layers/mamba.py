@@ -6,8 +6,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops import causal_conv1d, selective_scan
-from .packing import check_packing, zero_padding
+from ..ops import (
+    causal_conv1d,
+    conv1d_step,
+    conv1d_step_,
+    selective_scan,
+    selective_state_update,
+    selective_state_update_,
+)
+from .cache import MambaCache
+from .packing import check_packing, left_padding, select, zero_padding
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether calling the module is the same as using its weight and bias: an nn.Linear, not wrapped, without hooks."""
+    return (
+        type(module) in (nn.Linear, HalfPrecisionStepLinear)
+        and "forward" not in module.__dict__
+        and not has_hooks(module)
+    )
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something listens to calls of the module, or changes them."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 class HalfPrecisionStepLinear(nn.Linear):
@@ -175,18 +199,13 @@ class Mamba(nn.Module):
 
     def _project_step(self, r: Tensor) -> tuple[Tensor, Tensor | None]:
         """delta and the bias still to be added: the scan does that, in float32, if dt_proj is a plain linear."""
-        dt_proj = self.dt_proj
-        plain = (
-            type(dt_proj) in (nn.Linear, HalfPrecisionStepLinear)
-            and "forward" not in dt_proj.__dict__
-            and not dt_proj._forward_hooks
-            and not dt_proj._forward_pre_hooks
-            and not dt_proj._backward_hooks
-            and not dt_proj._backward_pre_hooks
-        )
-        if plain:
-            return F.linear(r, dt_proj.weight), dt_proj.bias
-        return dt_proj(r), None
+        if is_plain_linear(self.dt_proj):
+            return F.linear(r, self.dt_proj.weight), self.dt_proj.bias
+        return self.dt_proj(r), None
+
+    def decay_rates(self) -> Tensor:
+        """A = -exp(A_log), (d_inner, d_state), float32 or float64."""
+        return -torch.exp(self.A_log.to(torch.promote_types(self.A_log.dtype, torch.float32)))
 
     def forward(
         self,
@@ -194,55 +213,158 @@ class Mamba(nn.Module):
         inference_params=None,
         seq_idx: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
     ) -> Tensor:
         """Mixes the tokens of each sequence.
 
         Args:
             hidden_states: (batch, seqlen, d_model), of the parameters' dtype (any float under autocast).
-            inference_params: must be None; the layer keeps no state between calls.
+            inference_params: a MambaCache, or any object with upstream's key_value_memory_dict and seqlen_offset: the
+                layer continues from its states (from zero states at offset 0) and writes the new ones; any number of
+                tokens. No gradient flows through a cache. With cu_seqlens it holds one row for each sequence.
             seq_idx: (batch, seqlen), int32 or int64: a new sequence starts wherever the value changes; nothing flows
                 across, and a negative value hides a token from the convolution.
             cu_seqlens: (sequences + 1,), int32 or int64; batch is 1, sequence s is cu_seqlens[s] .. cu_seqlens[s + 1].
                 What follows the last is padding: its content, even NaN, is never used, its output and gradient are 0.
+            attention_mask: (batch, seqlen), bool, integer or float: 0 marks padding on the left, in front of a row's
+                first token; it changes nothing for the tokens, and its output and gradient are 0.
 
         Returns:
             (batch, seqlen, d_model) in hidden_states' dtype; under autocast in the autocast dtype.
 
         Raises:
-            ValueError: a shape does not fit, or both kinds of borders are given.
-            NotImplementedError: inference_params is given.
+            ValueError: a shape does not fit, both kinds of borders are given, the mask is no left padding, or the
+                cache is of another batch size.
         """
-        if inference_params is not None:
-            raise NotImplementedError(
-                "Mamba: inference_params must be None: the layer runs whole sequences and keeps no state between calls"
-            )
         if hidden_states.dim() != 3 or hidden_states.shape[2] != self.d_model:
             raise ValueError(
                 f"Mamba: hidden_states must have shape (batch, seqlen, d_model = {self.d_model}), "
                 f"got {tuple(hidden_states.shape)}"
             )
         check_packing("Mamba", hidden_states, seq_idx, cu_seqlens)
+        real = left_padding("Mamba", hidden_states, attention_mask, inference_params)
         borders = {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
+        if inference_params is None:
+            out, _ = self._mix(hidden_states, borders, real, None)
+            return out
+        sequences = hidden_states.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        conv_state, ssm_state = self._states(inference_params, sequences, hidden_states)
+        if inference_params.seqlen_offset > 0 and hidden_states.shape[1] == 1 and cu_seqlens is None:
+            out, new_conv_state, new_ssm_state = self.step(hidden_states, conv_state, ssm_state)
+            states = (new_conv_state, new_ssm_state)
+        else:
+            # Copies: autograd keeps what the operators read, and the cache is about to be written.
+            fresh = inference_params.seqlen_offset == 0
+            states = (None, None) if fresh else (conv_state.clone(), ssm_state.clone())
+            out, states = self._mix(hidden_states, borders, real, states)
+        with torch.no_grad():
+            for old, new in zip((conv_state, ssm_state), states):
+                if new is not old:
+                    old.copy_(new)
+        return out
+
+    def _mix(
+        self,
+        hidden_states: Tensor,
+        borders: dict[str, Tensor | None],
+        real: Tensor | None,
+        states: tuple[Tensor | None, Tensor | None] | None,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """The mixer over whole sequences, and the states behind them; `states` None: the caller needs none."""
+        cu_seqlens = borders["cu_seqlens"]
+        hidden_states = select(real, zero_padding(hidden_states, cu_seqlens))
+        weight, conv_state, ssm_state = self.conv1d.weight.squeeze(1), None, None
+        if states is not None:
+            conv_state, ssm_state = states
+            weight = F.pad(weight, (1, 0))  # one more tap, of weight 0: its state is the cache's d_conv samples
 
         # Views (batch, d_inner, seqlen) with stride(1) == 1: convolution and scan read and write that layout. Splitting
         # before transposing lets the two gradients be joined in it, too.
-        x, z = (half.transpose(1, 2) for half in self.in_proj(zero_padding(hidden_states, cu_seqlens)).chunk(2, dim=2))
-        x, _ = causal_conv1d(x, self.conv1d.weight.squeeze(1), self.conv1d.bias, activation="silu", **borders)
-        r, B, C = self.x_proj(x.transpose(1, 2)).split([self.dt_rank, self.d_state, self.d_state], dim=2)
+        x, z = self.in_proj(hidden_states).chunk(2, dim=2)
+        x, z = select(real, x).transpose(1, 2), z.transpose(1, 2)
+        x, conv_state = causal_conv1d(
+            x, weight, self.conv1d.bias, activation="silu", initial_state=conv_state, **borders
+        )
+        x = select(real, x.transpose(1, 2))
+        r, B, C = self.x_proj(x).split([self.dt_rank, self.d_state, self.d_state], dim=2)
         delta, delta_bias = self._project_step(r)
-        y, _ = selective_scan(
-            x,
+        y, ssm_state = selective_scan(
+            x.transpose(1, 2),
             delta.transpose(1, 2),
-            -torch.exp(self.A_log.to(torch.promote_types(self.A_log.dtype, torch.float32))),
+            self.decay_rates(),
             B.transpose(1, 2),
             C.transpose(1, 2),
             self.D,
             z,
             delta_bias,
             delta_softplus=True,
+            initial_state=ssm_state,
             **borders,
         )
-        return zero_padding(self.out_proj(y.transpose(1, 2)), cu_seqlens)
+        out = select(real, zero_padding(self.out_proj(y.transpose(1, 2)), cu_seqlens))
+        return out, (conv_state, ssm_state)
+
+    def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Mixes one more token of each row.
+
+        Args:
+            hidden_states: (batch, 1, d_model).
+            conv_state: (batch, d_inner, d_conv): the last d_conv inputs of the convolution, oldest first.
+            ssm_state: (batch, d_inner, d_state).
+
+        Returns:
+            out: (batch, 1, d_model).
+            conv_state, ssm_state: the states behind the token. Where a gradient is needed (grad mode on, and a
+                parameter, the input or a state requires one) they are new tensors, the given ones stay as they are,
+                and back-propagation through time works by chaining steps; otherwise the given ones, written in place.
+
+        Raises:
+            ValueError: hidden_states is not one token a row.
+        """
+        if hidden_states.dim() != 3 or hidden_states.shape[1:] != (1, self.d_model):
+            raise ValueError(
+                f"Mamba: step takes one token a row, hidden_states of shape (batch, 1, d_model = {self.d_model}), "
+                f"got {tuple(hidden_states.shape)}"
+            )
+        x, z = self.in_proj(hidden_states.squeeze(1)).chunk(2, dim=1)
+        functional = torch.is_grad_enabled() and any(
+            tensor.requires_grad for tensor in (x, conv_state, ssm_state, *self.parameters())
+        )
+        conv = (self.conv1d.weight.squeeze(1), self.conv1d.bias)
+        if functional:
+            x, conv_state = conv1d_step(x, conv_state, *conv, activation="silu")
+        else:
+            x = conv1d_step_(x, conv_state, *conv, activation="silu")
+        r, B, C = self.x_proj(x).split([self.dt_rank, self.d_state, self.d_state], dim=1)
+        dt, dt_bias = self._project_step(r)
+        scan = (x, dt, self.decay_rates(), B, C, self.D, z, dt_bias)
+        if functional:
+            y, ssm_state = selective_state_update(ssm_state, *scan, dt_softplus=True)
+        else:
+            y = selective_state_update_(ssm_state, *scan, dt_softplus=True)
+        return self.out_proj(y).unsqueeze(1), conv_state, ssm_state
+
+    def allocate_inference_cache(
+        self, batch_size: int, max_seqlen: int | None = None, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Zero states (conv_state, ssm_state) for `step`, as upstream; their size does not depend on max_seqlen."""
+        dtype = self.conv1d.weight.dtype if dtype is None else dtype
+        cache = MambaCache(1, batch_size, self.d_inner, self.d_state, self.d_conv, dtype, self.conv1d.weight.device)
+        return cache.conv_states[0], cache.ssm_states[0]
+
+    def _states(self, inference_params, batch: int, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """This layer's states in the cache; upstream's InferenceParams starts empty and gets them here."""
+        if isinstance(inference_params, MambaCache):
+            inference_params.check_batch("Mamba", batch)
+        if self.layer_idx is None:
+            raise ValueError("Mamba: inference_params needs a layer with a layer_idx, got layer_idx None")
+        states = inference_params.key_value_memory_dict
+        if self.layer_idx not in states:
+            states[self.layer_idx] = self.allocate_inference_cache(batch, dtype=hidden_states.dtype)
+        conv_state, ssm_state = states[self.layer_idx]
+        if conv_state.shape[0] != batch:
+            raise ValueError(f"Mamba: the cache holds batch {conv_state.shape[0]}, got {batch}; allocate another one")
+        return conv_state, ssm_state
 
     def extra_repr(self) -> str:
         names = ("d_model", "d_state", "d_conv", "d_inner", "dt_rank")

@@ -1,5 +1,6 @@
 """A language model of Mamba blocks: embedding, pre-norm residual blocks, final norm, tied head."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -7,10 +8,12 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from ..layers import Mamba, RMSNorm
+from ..layers import Mamba, MambaCache, RMSNorm
 from ..layers.packing import check_packing, zero_padding
 from .checkpoint import load_model, save_model
 from .config import MambaConfig
+from .decode import FusedDecoder
+from .generation import generate
 
 
 class MambaBlock(nn.Module):
@@ -33,9 +36,12 @@ class MambaBlock(nn.Module):
         residual: Tensor | None = None,
         seq_idx: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inference_params=None,
     ) -> tuple[Tensor, Tensor]:
         hidden, residual = self.norm(hidden, residual, prenorm=True, residual_in_fp32=self.residual_in_fp32)
-        return self.dropout(self.mixer(hidden, seq_idx=seq_idx, cu_seqlens=cu_seqlens)), residual
+        hidden = self.mixer(hidden, inference_params, seq_idx, cu_seqlens, attention_mask)
+        return self.dropout(hidden), residual
 
 
 class MambaBackbone(nn.Module):
@@ -49,15 +55,23 @@ class MambaBackbone(nn.Module):
         self.layers = nn.ModuleList(MambaBlock(config, i, device, dtype) for i in range(config.n_layer))
         self.norm_f = RMSNorm(config.d_model, config.norm_epsilon, device=device, dtype=dtype)
 
-    def forward(self, input_ids: Tensor, seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inference_params=None,
+    ) -> Tensor:
         hidden, residual = zero_padding(self.dropout(self.embedding(input_ids)), cu_seqlens), None
+        borders = (seq_idx, cu_seqlens, attention_mask)
         for layer in self.layers:
-            if self.activation_checkpointing and torch.is_grad_enabled():
+            if self.activation_checkpointing and torch.is_grad_enabled() and inference_params is None:
                 hidden, residual = torch.utils.checkpoint.checkpoint(
-                    layer, hidden, residual, seq_idx, cu_seqlens, use_reentrant=False
+                    layer, hidden, residual, *borders, use_reentrant=False
                 )
             else:
-                hidden, residual = layer(hidden, residual, seq_idx, cu_seqlens)
+                hidden, residual = layer(hidden, residual, *borders, inference_params)
         return zero_padding(self.norm_f(hidden, residual), cu_seqlens)
 
 
@@ -96,6 +110,7 @@ class MambaLM(nn.Module):
     def __init__(self, config: MambaConfig, activation_checkpointing: bool = False, device=None, dtype=None) -> None:
         super().__init__()
         self.config = config
+        self._decoder = FusedDecoder()
         self.backbone = MambaBackbone(config, activation_checkpointing, device, dtype)
         self.lm_head = nn.Linear(config.d_model, config.padded_vocab_size, bias=False, device=device, dtype=dtype)
         self.tie_weights()
@@ -132,19 +147,32 @@ class MambaLM(nn.Module):
         self.tie_weights()
         return result
 
-    def forward(self, input_ids: Tensor, seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inference_params=None,
+        num_last_tokens: int = 0,
+    ) -> Tensor:
         """Predicts token t + 1 at every position t.
 
         Args:
             input_ids: (batch, seqlen), integers below padded_vocab_size.
             seq_idx, cu_seqlens: borders of packed sequences, as in layers.Mamba; behind the last sequence of cu_seqlens
                 the logits are 0 (the token numbers there are not used, but must be valid).
+            attention_mask: (batch, seqlen), 0 for padding on the left, as in layers.Mamba.
+            inference_params: the cache of allocate_inference_cache: the model continues from its states, and leaves
+                those behind the last token there.
+            num_last_tokens: logits of this many last positions only; 0 means all.
 
         Returns:
-            Logits (batch, seqlen, vocab_size).
+            Logits (batch, seqlen or num_last_tokens, vocab_size).
 
         Raises:
-            ValueError: input_ids are not integers of that shape, or the borders do not fit.
+            ValueError: input_ids are not integers of that shape, the borders do not fit, or the cache is of another
+                batch size.
         """
         if input_ids.dim() != 2 or input_ids.is_floating_point():
             raise ValueError(
@@ -152,8 +180,58 @@ class MambaLM(nn.Module):
                 f"got {input_ids.dtype} of shape {tuple(input_ids.shape)}"
             )
         check_packing("MambaLM", input_ids, seq_idx, cu_seqlens)
-        logits = self.lm_head(self.backbone(input_ids, seq_idx, cu_seqlens))
-        return zero_padding(logits, cu_seqlens)[..., : self.config.vocab_size]
+        plain = seq_idx is None and cu_seqlens is None and attention_mask is None
+        if isinstance(inference_params, MambaCache):
+            inference_params.check_batch("MambaLM", input_ids.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1)
+        if plain and inference_params is not None and self._decoder.fits(self, inference_params, input_ids):
+            logits = self._decoder.logits(self, inference_params, input_ids)
+        else:
+            hidden = self.backbone(input_ids, seq_idx, cu_seqlens, attention_mask, inference_params)
+            logits = zero_padding(self.lm_head(hidden[:, -num_last_tokens:]), None if num_last_tokens else cu_seqlens)
+        if isinstance(inference_params, MambaCache):
+            inference_params.advance(input_ids.shape[1])
+        return logits[..., : self.config.vocab_size]
+
+    def allocate_inference_cache(
+        self, batch_size: int, max_seqlen: int | None = None, dtype: torch.dtype | None = None
+    ) -> MambaCache:
+        """A fresh cache for `batch_size` rows (or packed sequences); its size does not depend on max_seqlen."""
+        weight, sizes = self.backbone.embedding.weight, {"d_inner": 0, "d_state": 0, "d_conv": 0}
+        if len(self.backbone.layers):
+            sizes = {name: getattr(self.backbone.layers[0].mixer, name) for name in sizes}
+        dtype = weight.dtype if dtype is None else dtype
+        return MambaCache(len(self.backbone.layers), batch_size, **sizes, dtype=dtype, device=weight.device)
+
+    def generate(self, input_ids: Tensor | Sequence[Tensor | Sequence[int]], max_new_tokens: int, **options) -> Tensor:
+        """Continues every prompt.
+
+        Args:
+            input_ids: (batch, seqlen) token numbers, or a list of prompts of different lengths, which are padded on the
+                left.
+            max_new_tokens: stop after this many.
+            attention_mask: (batch, seqlen), 0 for padding on the left, with a tensor of prompts.
+            temperature: 0 (the default) takes the most probable token; otherwise logits are divided by it and a token
+                is drawn.
+            top_k, top_p, min_p: restrict what is drawn from; see generation.Sampling. Defaults 0, 1, 0: no restriction.
+            repetition_penalty: above 1 makes tokens already in the row less probable. Default 1.
+            stop_tokens: a row that produced one of these is finished; `pad_token` (default 0) follows.
+            seed: of the draws; equal seeds give equal text. Default: torch's global generator.
+            callback: called with every new (batch,) row of tokens, for streaming; returning True ends the generation.
+
+        Returns:
+            (batch, seqlen + new) token numbers, prompts included.
+
+        Raises:
+            ValueError: an argument is out of range; the text names it.
+
+        Example:
+            >>> import torch
+            >>> from mamba_ops.models import MambaConfig, MambaLM
+            >>> model = MambaLM(MambaConfig(d_model=16, n_layer=2, vocab_size=30)).eval()
+            >>> model.generate([[1, 2, 3], [4]], max_new_tokens=5).shape
+            torch.Size([2, 8])
+        """
+        return generate(self, input_ids, max_new_tokens, **options)
 
     def loss(
         self,
