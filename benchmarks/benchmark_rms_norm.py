@@ -3,6 +3,7 @@
 import torch
 
 import mamba_ops
+from mamba_ops import reference
 
 from . import peers, shapes
 from .harness import error_of
@@ -33,7 +34,7 @@ def one_shape(bench, rows_count, dim, dtype, threads):
     for variant, (functions, options, more) in variants.items():
         leaf = x.double().requires_grad_()
         exact = {name: value.double() for name, value in options.items()}
-        want = mamba_ops.reference.rms_norm(leaf, weight.double(), **exact)[0]
+        want = reference.rms_norm(leaf, weight.double(), **exact)[0]
         expected = [want.detach(), torch.autograd.grad(want, leaf, dout.double())[0]]
 
         def check(name, result, expected=expected):
