@@ -323,8 +323,3 @@ def test_wrong_forward_arguments(arguments, text):
     with pytest.raises(ValueError) as error:
         Mamba(8)(**tensors)
     assert str(error.value) == f"Mamba: {text}"
-
-
-def test_inference_params_are_refused():
-    with pytest.raises(NotImplementedError, match="inference_params must be None"):
-        Mamba(8)(torch.zeros(1, 2, 8), inference_params=object())

@@ -78,7 +78,9 @@ def test_very_many_rows_and_channels(backend):
 def test_tied_parameters(backend):
     """Compact dt, A, D and dt_bias, expanded over headdim and dstate with stride 0; gradients of the compact tensors."""
     inputs = example_inputs(dtype=torch.float64)
-    compact = dict(dt=inputs["dt"][..., 0], A=inputs["A"][:, 0, 0], D=inputs["D"][:, 0], dt_bias=inputs["dt_bias"][:, 0])
+    compact = dict(
+        dt=inputs["dt"][..., 0], A=inputs["A"][:, 0, 0], D=inputs["D"][:, 0], dt_bias=inputs["dt_bias"][:, 0]
+    )
 
     def expanded(function, copy):
         def run(dt, A, D, dt_bias, **rest):
@@ -313,7 +315,10 @@ def test_autocast(backend):
     "change, text",
     [
         (dict(x=torch.ones(3)), r"x must have shape \(batch, dim\) or \(batch, nheads, headdim\), got \(3,\)"),
-        (dict(state=torch.ones(3, 20, 6)), r"state must have shape \(batch, nheads, headdim, dstate\), got \(3, 20, 6\)"),
+        (
+            dict(state=torch.ones(3, 20, 6)),
+            r"state must have shape \(batch, nheads, headdim, dstate\), got \(3, 20, 6\)",
+        ),
         (dict(state=torch.ones(2, 4, 5, 6)), r"state must have shape .* = \(3, 4, 5, 6\), got \(2, 4, 5, 6\)"),
         (dict(dt=torch.ones(3, 4)), r"dt must have shape \(batch, nheads, headdim\) = \(3, 4, 5\), got \(3, 4\)"),
         (dict(A=torch.ones(4, 6)), r"A must have shape \(nheads, headdim, dstate\) = \(4, 5, 6\), got \(4, 6\)"),
