@@ -295,15 +295,16 @@ def heldout_bits_per_byte(model: nn.Module, data: bytes, window: int) -> float:
 
 
 @torch.no_grad()
-def generate(
-    model: nn.Module, prompt: bytes, count: int, seed: int, temperature: float = 0.7, context: int = 256
-) -> str:
-    """count bytes after the prompt, each drawn after a full pass over the last `context` bytes."""
+def sample_text(model: nn.Module, prompt: bytes, count: int, seed: int, temperature: float = 0.7) -> str:
+    """count bytes after the prompt; Mamba goes on from its state, the baseline reads its last 256 bytes each time."""
     model.eval()
-    generator = torch.Generator().manual_seed(seed)
     tokens = as_tokens(prompt)
+    if isinstance(model, MambaLM):
+        tokens = model.generate(tokens[None], count, temperature=temperature, seed=seed)[0]
+        return bytes(tokens.tolist()).decode(errors="replace")
+    generator = torch.Generator().manual_seed(seed)
     for _ in range(count):
-        probabilities = torch.softmax(model(tokens[None, -context:])[0, -1] / temperature, dim=-1)
+        probabilities = torch.softmax(model(tokens[None, -256:])[0, -1] / temperature, dim=-1)
         tokens = torch.cat([tokens, torch.multinomial(probabilities, 1, generator=generator)])
     return bytes(tokens.tolist()).decode(errors="replace")
 
@@ -353,7 +354,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         training.model.save_pretrained(settings.out / "model")
     if settings.sample:
         prompt = heldout_text[:200]
-        text = generate(training.model, prompt, settings.sample, settings.seed)
+        text = sample_text(training.model, prompt, settings.sample, settings.seed)
         print(f"sample, after a prompt of {len(prompt)} held-out bytes:\n{text}")
     print(f"files: {settings.out}")
     return results
