@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from mamba_ops.models import MambaConfig, MambaLM
 
 DEFAULTS = {  # what depends on the architecture
-    "mamba": {"steps": 600, "batch": 8, "seqlen": 512, "lr": 4e-3, "width": 256, "layers": 4},
-    "lstm": {"steps": 650, "batch": 16, "seqlen": 256, "lr": 3e-3, "width": 512, "layers": 1},
+    "mamba": {"steps": 1000, "batch": 4, "seqlen": 512, "lr": 5e-3, "weight_decay": 0.5, "width": 192, "layers": 4},
+    "lstm": {"steps": 650, "batch": 16, "seqlen": 256, "lr": 3e-3, "weight_decay": 0.1, "width": 512, "layers": 1},
 }
 NOT_IN_CURVE = {
     "minutes",
@@ -75,8 +75,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--d-state", type=int, default=16, help="states per channel (Mamba)")
     parser.add_argument("--lr", type=float, help="highest learning rate")
     parser.add_argument("--warmup", type=int, help="steps of linear warm-up; default: a twentieth of --steps")
-    parser.add_argument("--weight-decay", type=float, default=0.1)
-    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--weight-decay", type=float)
+    parser.add_argument("--dropout", type=float, default=0.15)
     parser.add_argument("--clip", type=float, default=1.0, help="largest gradient norm")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
