@@ -33,7 +33,8 @@ inline View<N> view_of(const Tensor& tensor) {
   View<N> view;
   view.data = const_cast<void*>(tensor.const_data_ptr());
   view.dtype = dtype_of(tensor);
-  for (int axis = 0; axis < N; ++axis) view.stride[axis] = tensor.stride(axis);
+  const auto strides = tensor.strides();
+  for (int axis = 0; axis < N; ++axis) view.stride[axis] = strides[axis];
   return view;
 }
 template <int N>

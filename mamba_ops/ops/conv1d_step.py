@@ -108,7 +108,7 @@ def conv1d_step_(
     name = activation_name("conv1d_step_", activation)
     if torch.is_grad_enabled():
         refuse_gradients("conv1d_step_", x=x, conv_state=conv_state, weight=weight, bias=bias)
-    return torch.ops.mamba.conv1d_step_(x, conv_state, weight, bias, name, cache_seqlens, conv_state_indices)
+    return torch.ops.mamba.conv1d_step_.default(x, conv_state, weight, bias, name, cache_seqlens, conv_state_indices)
 
 
 def _check(check, x, conv_state, weight, bias, activation, any_entries=False):

@@ -113,7 +113,7 @@ def selective_state_update_(
     if torch.is_grad_enabled():
         tensors = dict(state=state, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
         refuse_gradients("selective_state_update_", **tensors)
-    return torch.ops.mamba.selective_state_update_(
+    return torch.ops.mamba.selective_state_update_.default(
         state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices
     )
 
