@@ -167,6 +167,31 @@ class Bench:
         return "\n".join(lines) + "\n"
 
 
+def call_overhead(bench, op, job, candidates, verify, *, threads=1, calls=300, repeats=40):
+    """Rows for functions that take microseconds: `calls` of each in a turn, and how many times torch.add each costs."""
+    torch.set_num_threads(threads)
+    with torch.no_grad():
+        errors = {name: verify(name, function()) for name, function in candidates.items()}
+        times = {name: [] for name in candidates}
+        gc.disable()
+        for _ in range(repeats):
+            for name, function in candidates.items():
+                start = time.perf_counter()
+                for _ in range(calls):
+                    function()
+                times[name].append(1e3 * (time.perf_counter() - start) / calls)
+        gc.enable()
+    rows = {}
+    for name, measured in times.items():
+        row = Row(op, job, name, threads, min(measured), statistics.median(measured), error=errors[name])
+        row.notes["us"] = round(1e3 * row.min_ms, 2)
+        row.notes["x torch.add"] = round(row.min_ms / min(times["torch.add"]), 2)
+        rows[name] = row
+    bench.rows += rows.values()
+    bench.show(rows)
+    return rows
+
+
 def error_of(results, expected):
     """The largest relative error of several tensors."""
     return max(testing.relative_error(result, want) for result, want in zip(results, expected))

@@ -121,3 +121,43 @@ def norms():
         return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5))
 
     return {"F.rms_norm": plain, "by hand": by_hand, "by hand, torch.compile": compiled(by_hand)}
+
+
+# ---- whole models: decoding ----
+
+
+def transformers_model(model, missing):
+    """transformers' Mamba language model with the weights of `model` (a MambaLM), on its plain path; or None."""
+    transformers = optional("transformers", missing)
+    if transformers is None:
+        return None
+    config, mixer = model.config, model.backbone.layers[0].mixer
+    theirs = transformers.MambaForCausalLM(
+        transformers.MambaConfig(
+            vocab_size=config.padded_vocab_size,
+            hidden_size=config.d_model,
+            num_hidden_layers=config.n_layer,
+            state_size=mixer.d_state,
+            conv_kernel=mixer.d_conv,
+            expand=mixer.expand,
+            time_step_rank=mixer.dt_rank,
+            layer_norm_epsilon=config.norm_epsilon,
+            residual_in_fp32=config.residual_in_fp32,
+            tie_word_embeddings=config.tie_embeddings,
+        )
+    ).to(model.backbone.embedding.weight.dtype)
+    names = {name.replace("backbone.embedding.", "backbone.embeddings."): t for name, t in model.state_dict().items()}
+    theirs.load_state_dict(names, strict=False)
+    return theirs.eval()
+
+
+def transformers_decoder(theirs, ids):
+    """One more token for every row, from a warm cache; the cache is copied outside of what is worth timing."""
+    import copy
+
+    warm = theirs(ids[:, :-1], use_cache=True).cache_params
+
+    def step():
+        return theirs(ids[:, -1:], cache_params=copy.deepcopy(warm), use_cache=True).logits[:, -1]
+
+    return step

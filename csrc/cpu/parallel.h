@@ -31,6 +31,7 @@ template <class T>
 class Scratch {
  public:
   explicit Scratch(int64_t count) {
+    if (count <= 0) return;  // get() is null
     const size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
     data_ = static_cast<T*>(bytes <= sizeof little_ ? static_cast<void*>(little_) : std::aligned_alloc(64, bytes));
     if (!data_) throw std::bad_alloc();
@@ -44,7 +45,7 @@ class Scratch {
 
  private:
   alignas(64) unsigned char little_[4096];
-  T* data_;
+  T* data_ = nullptr;
 };
 
 }  // namespace MAMBA_CPU_LEVEL

@@ -76,7 +76,7 @@ def test_very_many_rows_and_channels(backend):
 
 
 def test_tied_parameters(backend):
-    """Compact dt, A, D and dt_bias, expanded over headdim and dstate with stride 0; gradients of the compact tensors."""
+    """Compact dt, A, D, dt_bias, expanded over headdim and dstate with stride 0; gradients of the compact ones."""
     inputs = example_inputs(dtype=torch.float64)
     compact = dict(
         dt=inputs["dt"][..., 0], A=inputs["A"][:, 0, 0], D=inputs["D"][:, 0], dt_bias=inputs["dt_bias"][:, 0]
