@@ -120,6 +120,16 @@ def test_twice_from_clones_and_twice_from_one_buffer(backend):
     assert torch.equal(second, call(backend)(**{**inputs, "conv_state": new_state})[0])
 
 
+@pytest.mark.parametrize("seqlen", [1, 2, 3, 5])
+def test_old_and_new_cache_are_separate(backend, seqlen):
+    """B80: chunks shorter than the filter read one cache and write another; the one read stays as it was."""
+    inputs = example_inputs(dim=18, seqlen=seqlen, state_len=4)
+    before = inputs["conv_state"].clone()
+    _, new_state = call(backend)(**inputs)
+    assert torch.equal(inputs["conv_state"], before)
+    assert torch.equal(new_state, torch.cat([before, inputs["x"]], 2)[..., seqlen:])
+
+
 # ---- agrees with the sequence operator, and with the test vectors ----
 
 

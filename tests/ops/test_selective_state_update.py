@@ -47,7 +47,7 @@ def subset_id(subset):
 @pytest.mark.parametrize("nheads, ngroups", [(None, 1), (1, 1), (4, 2), (6, 3), (4, 4)])
 @pytest.mark.parametrize("subset", SUBSETS, ids=subset_id)
 def test_every_subset_of_optional_arguments(backend, dtype, nheads, ngroups, subset):
-    """B33, B85: head h uses group h // (nheads / ngroups); each of D, z, dt_bias absent on its own."""
+    """B33, B83, B85: D is per channel; head h uses group h // (nheads / ngroups); each option absent on its own."""
     for softplus in (False, True):
         inputs = example_inputs(dtype=dtype, nheads=nheads, ngroups=ngroups, dt_softplus=softplus, **subset)
         testing.check_values(call(backend), inputs, reference.selective_state_update)
