@@ -9,11 +9,8 @@ checkout=$PWD
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 torch=${MAMBA_OPS_TORCH:-torch==2.13.0}
-mkdir "$work/bin"
-for tool in $(compgen -c | sort -u); do
-  case "$tool" in nvcc*) ;; *) path=$(type -P "$tool" || true); [ -n "$path" ] && ln -sf "$path" "$work/bin/$tool" ;; esac
-done
-export PATH="$work/bin"
+PATH=$(tr ':' '\n' <<< "$PATH" | while read -r folder; do [ -x "$folder/nvcc" ] || printf '%s:' "$folder"; done)
+command -v nvcc && { echo "nvcc is still on the path"; exit 1; }
 
 fresh() { python3 -m venv "$work/$1" && "$work/$1/bin/pip" install -q --upgrade pip; }
 timed() {
