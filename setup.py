@@ -190,6 +190,7 @@ class BuildLibraries(build_ext):
             "compiler": run([*compiler, "--version"], "asking the compiler's version").splitlines()[0],
             "flags": COMMON_FLAGS,
             "cpu_levels": levels(),
+            "level_flags": {name: LEVEL_FLAGS[name] for name in levels()},
             "platform": f"{platform.system()} {platform.machine()}",
             "torch_headers": torch.__version__,
             "torch_minimum": ".".join(map(str, TORCH_TARGET)),

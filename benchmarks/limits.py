@@ -1,48 +1,21 @@
 """What the machine can do at most, measured in the same run: copy bandwidth, exponentials, state steps of a scan."""
 
 import ctypes
-import os
-import shutil
-import subprocess
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).parent.parent
-FLAGS = {
-    "baseline": [],
-    "avx2": ["-DMAMBA_CPU_AVX2=1", "-mavx2", "-mfma", "-mf16c"],
-    "avx512": ["-DMAMBA_CPU_AVX512=1", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"],
-}
+from . import native
 
 
 def load_loops():
     """The compiled loops of limits.cpp, or None where there is no compiler."""
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    if not compiler:
+    library = native.load(Path(__file__).with_name("limits.cpp"), torch.ops.mamba.cpu_capability())
+    if library is None:
         print("no C++ compiler: the arithmetic limits are not measured")
         return None
-    level = torch.ops.mamba.cpu_capability()
-    folder = Path(tempfile.mkdtemp(prefix="mamba_ops_limits_"))
-    try:
-        command = [
-            *compiler.split(),
-            "-std=c++20",
-            "-O3",
-            "-fno-math-errno",
-            "-fno-trapping-math",
-            "-ffp-contract=fast",
-        ]
-        command += ["-shared", "-fPIC", "-w", *FLAGS[level], f"-DMAMBA_CPU_LEVEL={level}", f"-I{ROOT / 'csrc'}"]
-        subprocess.run(
-            [*command, str(Path(__file__).with_name("limits.cpp")), "-o", str(folder / "limits.so")], check=True
-        )
-        library = ctypes.CDLL(str(folder / "limits.so"))
-    finally:
-        shutil.rmtree(folder)
     for name in ("scan_steps", "exponentials"):
         getattr(library, name).restype = ctypes.c_longlong
         getattr(library, name).argtypes = [ctypes.c_longlong]

@@ -74,14 +74,14 @@ class Forward : Width<W> {
     const int64_t from_step = p.x.stride[2], to_step = p.out.stride[2], count = tile.end - tile.begin;
     // Whole cache lines only: half lines of many rows would fill the write-combining buffers.
     const bool stream = Full && streaming && vl * sizeof(S) == 64 && aligned(to) && to_step * sizeof(S) % 64 == 0;
-    const bool silu = p.silu;
+    const bool active = p.silu;
     for (int64_t t = 0; t < count; ++t) {
       for (int64_t k = 0; k < past; ++k) samples[k] = samples[k + 1];
       samples[past] = read<Full, T>(from + t * from_step, lanes, from_lanes);
       if (Full) prefetch(from + t * from_step, channels_ahead);
       V sum = bias;
       for (int64_t k = 0; k < width; ++k) sum = sum + weight[k] * samples[k];
-      if (silu) sum = activation(sum);
+      if (active) sum = silu(sum);
       if (stream)
         stream_as(to + t * to_step, sum);
       else
@@ -96,7 +96,7 @@ class Forward : Width<W> {
     const S* const from = p.x.template at<S>(tile.row, d, tile.begin);
     S* const to = p.out.template at<S>(tile.row, d, tile.begin);
     const int64_t count = tile.end - tile.begin, from_step = p.x.stride[2], to_step = p.out.stride[2];
-    const bool stream = streaming && to_step == 1 && aligned(to), silu = p.silu;
+    const bool stream = streaming && to_step == 1 && aligned(to), active = p.silu;
     V before = past_samples<S, T>(p, tile, tile.begin, d, past);
     for (int64_t i = 0; i < count; i += vl) {
       const int lanes = static_cast<int>(count - i < vl ? count - i : vl);
@@ -105,7 +105,7 @@ class Forward : Width<W> {
       shift_taps<W>(taps, before, now, std::make_index_sequence<W>{});
       V sum = bias;
       for (int64_t k = 0; k < width; ++k) sum = sum + weight[k] * taps[k];
-      if (silu) sum = activation(sum);
+      if (active) sum = silu(sum);
       if (stream && lanes == vl)
         stream_as(to + i, sum);
       else

@@ -78,7 +78,7 @@ class Backward : Width<W> {
     const V bias = load(filters.tap(width, d));
     V dbias = zero<T>();
     for (int64_t k = 0; k < past; ++k) samples[k + 1] = channel_samples<S>(p, tile, tile.begin - past + k, d, lanes);
-    const bool reading = reads(tile), silu = p.silu;
+    const bool reading = reads(tile), active = p.silu;
     const int64_t x_step = p.x.stride[2], dout_step = p.dout.stride[2], dx_step = p.dx.stride[2];
     const int64_t x_lanes = p.x.stride[1], dout_lanes = p.dout.stride[1], dx_lanes = p.dx.stride[1];
     const int64_t reach = tile.end + past < tile.last ? tile.end + past : tile.last;
@@ -100,10 +100,10 @@ class Backward : Width<W> {
           prefetch(x, channels_ahead);
           prefetch(dout, channels_ahead);
         }
-        if (silu) {
+        if (active) {
           V sum = bias;
           for (int64_t k = 0; k < width; ++k) sum = sum + weight[k] * samples[k];
-          gradient = gradient * activation_slope(sum);
+          gradient = gradient * silu_with_slope(sum).slope;
         }
         if (!edge.value || t < tile.end) {
           dbias = dbias + gradient;
@@ -155,7 +155,7 @@ class Backward : Width<W> {
     }
     const V bias = broadcast(*filters.tap(width, d));
     V dbias = zero<T>();
-    const bool silu = p.silu;
+    const bool active = p.silu;
     const int64_t count = tile.end - tile.begin;
     const int64_t reach = reads(tile) ? (tile.end + past < tile.last ? tile.end + past : tile.last) - tile.begin : 0;
     const int64_t x_step = p.x.stride[2], dout_step = p.dout.stride[2], dx_step = p.dx.stride[2];
@@ -178,10 +178,10 @@ class Backward : Width<W> {
         if (lanes < vl) next = first_lanes(next, lanes);
         shift_taps<W>(taps, before, now, std::make_index_sequence<W>{});
         before = now;
-        if (silu) {
+        if (active) {
           V sum = bias;
           for (int64_t k = 0; k < width; ++k) sum = sum + weight[k] * taps[k];
-          next = next * activation_slope(sum);
+          next = next * silu_with_slope(sum).slope;
         }
         const V counted = count - i < vl ? first_lanes(next, count - i) : next;
         if (i < count) {

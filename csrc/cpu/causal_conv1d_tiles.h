@@ -6,6 +6,7 @@
 
 #include "cpu/parallel.h"
 #include "cpu/simd_math.h"
+#include "cpu/stream.h"
 #include "params/causal_conv1d.h"
 
 namespace mamba::cpu::MAMBA_CPU_LEVEL {
@@ -210,84 +211,8 @@ MAMBA_INLINE void shift_ahead(V (&taps)[W], V now, V next, std::index_sequence<K
   ((taps[K] = K == 0 ? now : back_by<(Simd<Lane<V>>::width - static_cast<int>(K)) % Simd<Lane<V>>::width>(now, next)), ...);
 }
 
-// silu(z) and its slope. float: the functions of simd_math.h with half the instructions, for vectors without a lane below -87, where
-// e^-z overflows or silu becomes subnormal.
-template <class V>
-MAMBA_INLINE bool any_below(V z, Lane<V> bound) {
-#if MAMBA_CPU_AVX512
-  return _mm512_cmp_ps_mask(bit_cast<__m512>(z), _mm512_set1_ps(bound), _CMP_LT_OQ) != 0;
-#elif MAMBA_CPU_AVX2
-  return _mm256_movemask_ps(_mm256_cmp_ps(bit_cast<__m256>(z), _mm256_set1_ps(bound), _CMP_LT_OQ)) != 0;
-#else
-  const auto mask = z < bound;
-  Lane<decltype(mask)> some = 0;
-  for (int i = 0; i < Simd<Lane<V>>::width; ++i) some |= mask[i];
-  return some != 0;
-#endif
-}
-
-// e^-z for -87 <= z; NaN stays NaN
-template <class V>
-MAMBA_INLINE V exp_minus(V z) {
-  const V x = min(broadcast(87.0f), z);
-  const Rounded<V> n = round_nearest(x * -0x1.715476p0f);
-  V r = x * -0x1.715476p0f - n.value;
-  r = r + x * -0x1.4ae0cp-26f;
-  const V fraction = exp2_fraction(r);
-  return bit_cast<V>(bit_cast<IntVec<float>>(fraction) + (bit_cast<IntVec<float>>(n.shifted) << 23));
-}
-
-template <class V>
-MAMBA_INLINE V activation(V z) {
-  if constexpr (sizeof(Lane<V>) == 4) {
-    if (__builtin_expect(!any_below(z, -87.0f), 1)) return z / (exp_minus(z) + 1.0f);
-  }
-  return silu(z);
-}
-
-template <class V>
-MAMBA_INLINE V activation_slope(V z) {
-  if constexpr (sizeof(Lane<V>) == 4) {
-    if (__builtin_expect(!any_below(z, -87.0f), 1)) {
-      const V e = exp_minus(z);
-      const V s = 1.0f / (e + 1.0f);
-      return s * (min(broadcast(200.0f), z) * (e * s) + 1.0f);  // 1 - s = e s, without cancellation
-    }
-  }
-  return silu_with_slope(z).slope;
-}
-
-// Stores that pass by the caches, for outputs that would not fit into them. Needs alignment to the vector's size in memory.
-template <class V, class S>
-MAMBA_INLINE void stream_as(S* to, V from) {
-  constexpr int bytes = Simd<Lane<V>>::width * static_cast<int>(sizeof(S));
-  alignas(64) S buffer[Simd<Lane<V>>::width];
-  store_as(buffer, from);
-#if MAMBA_CPU_AVX512
-  if constexpr (bytes == 64) return _mm512_stream_si512(reinterpret_cast<__m512i*>(to), _mm512_load_si512(buffer));
-#endif
-#if MAMBA_CPU_AVX512 || MAMBA_CPU_AVX2
-  if constexpr (bytes == 32)
-    return _mm256_stream_si256(reinterpret_cast<__m256i*>(to), _mm256_load_si256(reinterpret_cast<const __m256i*>(buffer)));
-#endif
-  store_as(to, from);
-}
-
-MAMBA_INLINE void end_streaming() {
-#if MAMBA_CPU_AVX512 || MAMBA_CPU_AVX2
-  _mm_sfence();
-#endif
-}
-
 // So far ahead of a stream, in bytes, that memory answers in time; hardware prefetchers stop at page borders.
 constexpr int64_t time_ahead = 1024, channels_ahead = 256;
-
-template <class S>
-MAMBA_INLINE void prefetch(const S* from, int64_t bytes) {
-  __builtin_prefetch(reinterpret_cast<const char*>(from) + bytes);
-}
-
-constexpr int64_t streamed_bytes = 32 << 20;  // outputs of this size do not stay in a cache
 
 // The orientation of the vectors, and how many time steps a tile has.
 struct Plan {

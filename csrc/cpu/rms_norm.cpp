@@ -1,274 +1,121 @@
-// RMS norm. A work unit is one segment: one group of one row (the whole row without groups). A segment is brought into small padded
-// buffers in accumulation type, so that every tensor is read and written once, whatever its dtype and strides; padding is 0.
-#include "params/rms_norm.h"
-
-#include "cpu/parallel.h"
-#include "cpu/simd_math.h"
+// RMS norm, forward. Rows go through in small blocks: first the sums of squares, in the pass that adds the residual and applies a gate that
+// comes first, then the outputs, from the first-level cache.
+#include "cpu/rms_norm.h"
 
 namespace mamba::cpu::MAMBA_CPU_LEVEL {
 namespace {
 
-constexpr int64_t serial_columns = 16384;  // below this many numbers one thread is faster than two
-
-template <class T>
-int64_t padded(int64_t count) {
-  return (count + Simd<T>::width - 1) / Simd<T>::width * Simd<T>::width;
-}
-
-// Calls f(k, lanes, full) for the vectors of `count` columns.
-template <class T, class F>
-MAMBA_INLINE void for_vectors(int64_t count, F&& f) {
-  constexpr int width = Simd<T>::width;
-  int64_t k = 0;
-  for (; k + width <= count; k += width) f(k, width, std::true_type{});
-  if (k < count) f(k, static_cast<int>(count - k), std::false_type{});
-}
-
-enum class Read { assign, add };
-
-template <Read mode, class T, class S>
-void read_as(T* to, const S* from, int64_t step, int64_t count) {
-  for_vectors<T>(count, [&](int64_t k, int lanes, auto full) {
-    Vec<T> value;
-    if (full.value && step == 1)
-      value = load_as<T>(from + k);
-    else
-      value = load_partial<T>(from + k * step, lanes, step);
-    store(to + k, mode == Read::add ? load(to + k) + value : value);
-  });
-}
-
-// `count` columns of a row from column `first` on; the rest of the last vector is 0.
-template <Read mode = Read::assign, class T>
-void read(T* to, const RowView& view, int64_t offset, int64_t first, int64_t count) {
-  dispatch_floating(view.dtype, [&](auto tag) {
-    using S = typename decltype(tag)::type;
-    read_as<mode>(to, static_cast<const S*>(view.data) + offset + first * view.column, view.column, count);
-  });
-}
-
-template <class T>
-void write(const RowView& view, int64_t offset, int64_t first, int64_t count, const T* from) {
-  dispatch_floating(view.dtype, [&](auto tag) {
-    using S = typename decltype(tag)::type;
-    S* to = static_cast<S*>(view.data) + offset + first * view.column;
-    for_vectors<T>(count, [&](int64_t k, int lanes, auto full) {
-      if (full.value && view.column == 1)
-        store_as(to + k, load(from + k));
-      else
-        store_partial(to + k * view.column, load(from + k), lanes, view.column);
-    });
-  });
-}
-
-template <class T>
-T read_one(const RowView& view, int64_t offset) {
-  T value = 0;
-  dispatch_floating(view.dtype, [&](auto tag) {
-    using S = typename decltype(tag)::type;
-    value = load_scalar<T>(static_cast<const S*>(view.data) + offset);
-  });
-  return value;
-}
-
-// Weight or bias, group by group in padded rows; `absent` where there is none.
-template <class T>
-void read_parameter(T* to, const View<1>& view, int64_t groups, int64_t group_size, T absent) {
-  const int64_t pad = padded<T>(group_size);
-  for (int64_t g = 0; g < groups; ++g) {
-    T* row = to + g * pad;
-    for (int64_t k = 0; k < pad; ++k) row[k] = view ? 0 : absent;
-    if (!view) continue;
-    RowView columns;
-    columns.data = view.data;
-    columns.dtype = view.dtype;
-    columns.column = view.stride[0];
-    read(row, columns, 0, g * group_size, group_size);
-  }
-}
-
-// sum_k f(k) over the padded columns, in an order that depends on the count only.
-template <class T, class F>
-MAMBA_INLINE T sum_vectors(int64_t pad, F&& f) {
-  constexpr int width = Simd<T>::width;
-  Vec<T> a = zero<T>(), b = a, c = a, d = a;
-  int64_t k = 0;
-  for (; k + 4 * width <= pad; k += 4 * width) {
-    a += f(k);
-    b += f(k + width);
-    c += f(k + 2 * width);
-    d += f(k + 3 * width);
-  }
-  for (; k < pad; k += width) a += f(k);
-  return sum((a + b) + (c + d));
-}
-
-template <class T>
-void forward(const RmsNormFwd& p) {
-  constexpr int width = Simd<T>::width;
-  const int64_t n = p.group_size, pad = padded<T>(n), groups = n ? p.dim / n : 0;
-  Scratch<T> weight(groups * pad), bias(groups * pad);
-  read_parameter<T>(weight.get(), p.weight, groups, n, 1);
-  read_parameter<T>(bias.get(), p.bias, groups, n, 0);
-
-  const auto rows = [&](int64_t begin, int64_t end) {
-    Scratch<T> buffers(3 * pad);
-    T *v = buffers.get(), *gate = v + pad, *out = gate + pad;
-    for (int64_t row = begin; row < end; ++row) {
-      const auto at = [&](const RowView& view) { return row_offset(p.rows, view, row); };
-      for (int64_t g = 0; g < groups; ++g) {
-        const int64_t first = g * n;
-        const T *w = weight.get() + g * pad, *b = bias.get() + g * pad;
-        read(v, p.x, at(p.x), first, n);  // s = x + residual
-        if (p.residual) {
-          read<Read::add>(v, p.residual, at(p.residual), first, n);
-          write(p.residual_out, at(p.residual_out), first, n, v);
-        }
-        if (p.z) {
-          read(gate, p.z, at(p.z), first, n);
-          for (int64_t k = 0; k < pad; k += width) {
-            const Vec<T> factor = silu(load(gate + k));
-            store(gate + k, factor);
-            if (!p.norm_before_gate) store(v + k, load(v + k) * factor);  // v = s silu(z)
-          }
-        }
-        // rms = sqrt(mean(v^2) + eps); out = v / rms * weight + bias
-        const T squares = sum_vectors<T>(pad, [&](int64_t k) { return load(v + k) * load(v + k); });
-        const T rms = sqrt(broadcast(squares / static_cast<T>(n) + static_cast<T>(p.eps)))[0];
-        const Vec<T> scale = broadcast(T(1) / rms);
-        for (int64_t k = 0; k < pad; k += width) store(out + k, load(v + k) * scale * load(w + k) + load(b + k));
-        if (p.z && p.norm_before_gate)
-          for (int64_t k = 0; k < pad; k += width) store(out + k, load(out + k) * load(gate + k));
-        write(p.out, at(p.out), first, n, out);
-        static_cast<T*>(p.rms.data)[at(p.rms) + g * p.rms.column] = rms;
-      }
-    }
-  };
-  parallel_for(p.rows.count, rows, p.dim ? serial_columns / p.dim : 1);
-}
-
-// Two-stage sums over rows: blocks whose size depends on the row count only, then the blocks in order.
-int64_t rows_per_block(int64_t rows) {
-  const int64_t even = (rows + 255) / 256;
-  return even > 32 ? even : 32;
-}
-
-template <class T>
-struct Backward {
+template <class S>
+struct Forward {
+  using T = Accumulate<S>;
+  using V = Vec<T>;
   static constexpr int width = Simd<T>::width;
-  const RmsNormBwd& p;
-  const int64_t n = p.group_size, pad = padded<T>(n), groups = n ? p.dim / n : 0;
-  const T *weight, *bias;
 
-  // One segment; adds its terms to the block's dweight and dbias. `buffers` holds 6 padded rows.
-  void segment(int64_t row, int64_t g, T* buffers, T* dweight, T* dbias) const {
-    const auto at = [&](const RowView& view) { return row_offset(p.rows, view, row); };
-    const int64_t first = g * n;
-    const T *w = weight + g * pad, *b = bias + g * pad;
-    T *s = buffers, *grad = s + pad, *gate = grad + pad, *slope = gate + pad, *normed = slope + pad, *dz = normed + pad;
+  explicit Forward(const RmsNormFwd& params)
+      : p(params),
+        weight(p.weight, groups, n, 1),
+        bias(p.bias, groups, n, 0),
+        streaming(p.rows.count * p.dim * sizeof(S) >= streamed_bytes) {}
 
-    read(s, p.x, at(p.x), first, n);
-    if (p.residual) read<Read::add>(s, p.residual, at(p.residual), first, n);
-    if (p.dout) {
-      read(grad, p.dout, at(p.dout), first, n);
-    } else {
-      for (int64_t k = 0; k < pad; ++k) grad[k] = 0;
-    }
-    const Vec<T> scale = broadcast(T(1) / read_one<T>(p.rms, at(p.rms) + g * p.rms.column));
-    if (p.z) read(gate, p.z, at(p.z), first, n);
-    for (int64_t k = 0; k < pad; k += width) {
-      Vec<T> v = load(s + k);
-      if (p.z) {
-        const auto [factor, derivative] = silu_with_slope(load(gate + k));
-        store(gate + k, factor);
-        store(slope + k, derivative);
-        if (p.norm_before_gate) {  // dz = dout y silu'(z); grad = dout silu(z)
-          const Vec<T> y = v * scale * load(w + k) + load(b + k), dout = load(grad + k);
-          store(dz + k, dout * y * derivative);
-          store(grad + k, dout * factor);
-        } else {
-          v *= factor;
+  void run() const {
+    const auto rows = [&](int64_t begin, int64_t end) {
+      with_flags([&](auto residual, auto gate_first) { sweep<residual.value, gate_first.value>(begin, end); }, bool{p.residual},
+                 p.z && !p.norm_before_gate);
+      if (streaming) end_streaming();
+    };
+    parallel_for(p.rows.count, rows, p.dim ? serial_columns / p.dim : 1);
+  }
+
+ private:
+  template <bool Residual, bool GateFirst>
+  void sweep(int64_t begin, int64_t end) const {
+    // Normed from where they stand, unless they are changed or need a conversion first.
+    constexpr bool in_place = !GateFirst && (Residual || std::is_same_v<S, T>);
+    const Rows<T, S> x(p.rows, p.x, n), z(p.rows, p.z, n), out(p.rows, p.out, n);
+    const Rows<T, T> residual(p.rows, p.residual, n), residual_out(p.rows, p.residual_out, n);
+    const Scratch<T> normed(in_place ? 0 : rows_at_once * pad);
+    for (int64_t first = begin; first < end; first += rows_at_once) {
+      const int count = static_cast<int>(end - first < rows_at_once ? end - first : rows_at_once);
+      for (int64_t g = 0; g < groups; ++g) {
+        const T* from[rows_at_once];
+        const S *given[rows_at_once], *gates[rows_at_once];
+        T scales[rows_at_once];
+        for (int i = 0; i < count; ++i) {
+          const int64_t row = first + i;
+          given[i] = x.read(row, g, i);
+          gates[i] = z.read(row, g, i);
+          T* sums = residual_out.target(row, g, i);
+          T* to = normed.get() + i * pad;
+          const T squares = this->squares<Residual, GateFirst>(given[i], residual.read(row, g, i), gates[i], sums, to);
+          if constexpr (Residual) residual_out.done(row, g, i);
+          if constexpr (in_place && Residual)
+            from[i] = sums;
+          else if constexpr (in_place)
+            from[i] = given[i];
+          else
+            from[i] = to;
+          // rms = sqrt(mean(v^2) + eps)
+          const T rms = sqrt(broadcast(squares / static_cast<T>(n) + static_cast<T>(p.eps)))[0];
+          static_cast<T*>(p.rms.data)[row_offset(p.rows, p.rms, row) + g * p.rms.column] = rms;
+          scales[i] = T(1) / rms;
+        }
+        for (int i = 0; i < count; ++i) {
+          S* to = out.target(first + i, g, i);
+          const bool stream = streaming && out.direct() && reinterpret_cast<uintptr_t>(to) % 64 == 0;
+          with_flags(
+              [&](auto biased, auto gated, auto stream) {
+                write<biased.value, gated.value, stream.value>(from[i], broadcast(scales[i]), weight.group(g), bias.group(g), gates[i], to,
+                                                               given[i]);
+              },
+              bool{p.bias}, p.z && p.norm_before_gate, stream);
+          out.done(first + i, g, i);
         }
       }
-      const Vec<T> unit = v * scale, g_k = load(grad + k);
-      store(normed + k, unit);
-      store(dweight + k, load(dweight + k) + g_k * unit);
-      store(dbias + k, load(dbias + k) + g_k);
     }
-    // dv = (q - normed mean(q normed)) / rms, q = grad weight
-    const T dot = sum_vectors<T>(pad, [&](int64_t k) { return load(grad + k) * load(w + k) * load(normed + k); });
-    const Vec<T> mean = broadcast(dot / static_cast<T>(n));
-    for (int64_t k = 0; k < pad; k += width) {
-      Vec<T> ds = scale * (load(grad + k) * load(w + k) - load(normed + k) * mean);
-      if (p.z && !p.norm_before_gate) {  // dz = dv s silu'(z); ds = dv silu(z)
-        store(dz + k, ds * load(s + k) * load(slope + k));
-        ds *= load(gate + k);
-      }
-      store(grad + k, ds);
-    }
-    if (p.dresidual_out) read<Read::add>(grad, p.dresidual_out, at(p.dresidual_out), first, n);
-    write(p.dx, at(p.dx), first, n, grad);
-    if (p.dz) write(p.dz, at(p.dz), first, n, dz);
-    if (p.dresidual) write(p.dresidual, at(p.dresidual), first, n, grad);
   }
 
-  // Adds the blocks' partial sums in order and rounds once.
-  void finish(const View<1>& result, const T* partial, int64_t blocks) const {
-    if (!result) return;
-    const int64_t stride = groups * pad;
-    dispatch_floating(result.dtype, [&](auto tag) {
-      using S = typename decltype(tag)::type;
-      for (int64_t g = 0; g < groups; ++g) {
-        for_vectors<T>(n, [&](int64_t k, int lanes, auto) {
-          Vec<T> total = zero<T>();
-          for (int64_t block = 0; block < blocks; ++block) total += load(partial + block * stride + g * pad + k);
-          S* to = static_cast<S*>(result.data) + (g * n + k) * result.stride[0];
-          if (p.accumulate) total += load_partial<T>(to, lanes, result.stride[0]);
-          store_partial(to, total, lanes, result.stride[0]);
-        });
+  // v = s or s silu(z) with s = x + residual; the sum of v^2
+  template <bool Residual, bool GateFirst>
+  T squares(const S* x, const T* residual, const S* z, T* sums, T* normed) const {
+    return sum_vectors<T>(pad, [&](int64_t k) __attribute__((always_inline)) {
+      V v = load_as<T>(x + k);
+      if constexpr (Residual) {
+        v += load(residual + k);
+        store(sums + k, v);
       }
+      if constexpr (GateFirst) v *= silu(load_as<T>(z + k));
+      if constexpr (GateFirst || (!Residual && !std::is_same_v<S, T>)) store(normed + k, v);
+      return v * v;
     });
   }
-};
 
-template <class T>
-void backward(const RmsNormBwd& p) {
-  const int64_t n = p.group_size, pad = padded<T>(n), groups = n ? p.dim / n : 0;
-  const int64_t per_block = rows_per_block(p.rows.count), blocks = (p.rows.count + per_block - 1) / per_block;
-  Scratch<T> weight(groups * pad), bias(groups * pad), dweight(blocks * groups * pad), dbias(blocks * groups * pad);
-  read_parameter<T>(weight.get(), p.weight, groups, n, 1);
-  read_parameter<T>(bias.get(), p.bias, groups, n, 0);
-  const Backward<T> norm{.p = p, .weight = weight.get(), .bias = bias.get()};
-
-  const auto run_blocks = [&](int64_t begin, int64_t end) {
-    Scratch<T> buffers(6 * pad);
-    for (int64_t block = begin; block < end; ++block) {
-      T *dw = dweight.get() + block * groups * pad, *db = dbias.get() + block * groups * pad;
-      for (int64_t k = 0; k < groups * pad; ++k) dw[k] = db[k] = 0;
-      const int64_t last = (block + 1) * per_block < p.rows.count ? (block + 1) * per_block : p.rows.count;
-      for (int64_t row = block * per_block; row < last; ++row)
-        for (int64_t g = 0; g < groups; ++g) norm.segment(row, g, buffers.get(), dw + g * pad, db + g * pad);
+  // out = v / rms * weight + bias, times silu(z) where the gate comes last
+  template <bool Biased, bool Gated, bool Stream>
+  void write(const T* v, V scale, const T* w, const T* b, const S* z, S* out, const S* x) const {
+    for (int64_t k = 0; k < pad; k += width) {
+      V value = load(v + k) * scale * load(w + k);
+      prefetch(x + k, block_bytes);
+      if constexpr (Biased) value += load(b + k);
+      if constexpr (Gated) value *= silu(load_as<T>(z + k));
+      if constexpr (Stream)
+        stream_as(out + k, value);
+      else
+        store_as(out + k, value);
     }
-  };
-  parallel_for(blocks, run_blocks, p.dim ? serial_columns / p.dim / per_block : 1);
-  norm.finish(p.dweight, dweight.get(), blocks);
-  norm.finish(p.dbias, dbias.get(), blocks);
-}
+  }
+
+  const RmsNormFwd& p;
+  const int64_t n = p.group_size, pad = padded<T>(n), groups = n ? p.dim / n : 0;
+  const Parameter<T> weight, bias;
+  const bool streaming;
+  // From a row of x to the one that comes next to the same place: memory is read while outputs are computed.
+  const int64_t block_bytes = p.rows.axes ? rows_at_once * p.x.stride[p.rows.axes - 1] * static_cast<int64_t>(sizeof(S)) : 0;
+};
 
 }  // namespace
 
 void rms_norm_fwd(const RmsNormFwd& params) {
-  if (params.x.dtype == DType::f64)
-    forward<double>(params);
-  else
-    forward<float>(params);
-}
-
-void rms_norm_bwd(const RmsNormBwd& params) {
-  if (params.x.dtype == DType::f64)
-    backward<double>(params);
-  else
-    backward<float>(params);
+  dispatch_floating(params.x.dtype, [&](auto tag) { Forward<typename decltype(tag)::type>(params).run(); });
 }
 
 }  // namespace mamba::cpu::MAMBA_CPU_LEVEL

@@ -1,6 +1,7 @@
 // selective_scan forward. For each batch row, row block, block of channels: read tiles of u, delta, z; run the recurrence with the states
 // of up to 16 n in registers; write the tile of out. See selective_scan.h for the words.
 #include "cpu/selective_scan.h"
+#include "cpu/flush.h"
 
 namespace mamba::cpu::MAMBA_CPU_LEVEL {
 namespace {

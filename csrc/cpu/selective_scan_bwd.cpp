@@ -4,6 +4,7 @@
 // cell order; sums over batch rows (dA, dD, ...) are made per batch block and added up in block order. Cells and batch blocks depend on the
 // shape only.
 #include "cpu/selective_scan_bwd.h"
+#include "cpu/flush.h"
 
 namespace mamba::cpu::MAMBA_CPU_LEVEL {
 namespace {

@@ -155,23 +155,6 @@ MAMBA_INLINE V sqrt(V x) {
 #endif
 }
 
-// While it lives, results below the smallest normal number become 0: a state that decays towards 0 would otherwise slow every step down
-// tenfold on some processors. Inputs are not touched.
-class FlushSubnormals {
- public:
-#if defined(__SSE__)
-  FlushSubnormals() : saved_(__builtin_ia32_stmxcsr()) { __builtin_ia32_ldmxcsr(saved_ | 0x8000); }
-  ~FlushSubnormals() { __builtin_ia32_ldmxcsr(saved_); }
-
- private:
-  unsigned saved_;
-#else
-  FlushSubnormals() {}
-  ~FlushSubnormals() {}
-#endif
-  FlushSubnormals(const FlushSubnormals&) = delete;
-};
-
 // ---- Loads and stores: any alignment; S is the type in memory (double, float, bf16, f16), T the arithmetic type (float, double) ----
 
 // bf16 is the upper half of a float; f16 without hardware: shift the fields into place and rescale by 2^112 (exact, subnormals too).
@@ -189,11 +172,13 @@ MAMBA_INLINE Wide widen_f16(Wide bits) {
   return bit_cast<Wide>(scaled) | special | (bits & 0x8000) << 16;
 }
 
-// Round to nearest, ties to even; NaN stays NaN. `bits` holds floats.
+// Round to nearest, ties to even; NaN stays NaN. `bits` holds floats, the result stands in the upper halves.
 template <class Wide>
 MAMBA_INLINE Wide narrow_bf16(Wide bits) {
-  const Wide rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-  return (bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16 | 0x40) : rounded;
+  using F = typename VectorOf<float, sizeof(Wide) / 4>::type;
+  const Wide rounded = bits + 0x7fff + (bits >> 16 & 1);
+  const F floats = bit_cast<F>(bits);
+  return floats == floats ? rounded : (bits | 0x400000);
 }
 
 template <class Wide>
@@ -207,6 +192,32 @@ MAMBA_INLINE Wide narrow_f16(Wide bits) {
   const Wide special = magnitude > 0x7f800000 ? Wide{} + 0x7e00 : Wide{} + 0x7c00;
   const Wide finite = magnitude < 0x38800000 ? subnormal : normal;
   return (magnitude >= 0x47800000 ? special : finite) | (bits >> 16 & 0x8000);
+}
+
+// Lanes of 16 and 32 bits into each other. GCC 12 takes __builtin_convertvector apart, which costs several instructions.
+template <class Wide, class Narrow>
+MAMBA_INLINE Wide widen(Narrow narrow) {
+#if MAMBA_CPU_AVX512
+  if constexpr (sizeof(Wide) == 64) return bit_cast<Wide>(_mm512_cvtepu16_epi32(bit_cast<__m256i>(narrow)));
+#endif
+#if MAMBA_CPU_AVX512 || MAMBA_CPU_AVX2
+  if constexpr (sizeof(Wide) == 32) return bit_cast<Wide>(_mm256_cvtepu16_epi32(bit_cast<__m128i>(narrow)));
+#endif
+  return __builtin_convertvector(narrow, Wide);
+}
+
+template <class Narrow, class Wide>
+MAMBA_INLINE Narrow narrow(Wide wide) {
+#if MAMBA_CPU_AVX512
+  if constexpr (sizeof(Wide) == 64) return bit_cast<Narrow>(_mm512_cvtepi32_epi16(bit_cast<__m512i>(wide)));
+  if constexpr (sizeof(Wide) == 32) return bit_cast<Narrow>(_mm256_cvtepi32_epi16(bit_cast<__m256i>(wide)));
+#elif MAMBA_CPU_AVX2
+  if constexpr (sizeof(Wide) == 32) {
+    const __m256i packed = _mm256_packus_epi32(bit_cast<__m256i>(wide), bit_cast<__m256i>(wide));
+    return bit_cast<Narrow>(_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
+  }
+#endif
+  return __builtin_convertvector(wide, Narrow);
 }
 
 template <class T, class S>
@@ -227,7 +238,7 @@ MAMBA_INLINE Vec<T> load_as(const S* from) {
     __builtin_memcpy(&narrow, from, sizeof narrow);
     F floats;
     if constexpr (std::is_same_v<S, bf16>) {
-      floats = bit_cast<F>(widen_bf16(__builtin_convertvector(narrow, Wide)));
+      floats = bit_cast<F>(widen_bf16(widen<Wide>(narrow)));
     } else {
 #if MAMBA_CPU_AVX512
       if constexpr (width == 16)
@@ -240,7 +251,7 @@ MAMBA_INLINE Vec<T> load_as(const S* from) {
       else
         floats = bit_cast<F>(_mm_cvtph_ps(_mm_cvtsi64_si128(bit_cast<long long>(narrow))));
 #else
-      floats = bit_cast<F>(widen_f16(__builtin_convertvector(narrow, Wide)));
+      floats = bit_cast<F>(widen_f16(widen<Wide>(narrow)));
 #endif
     }
     if constexpr (std::is_same_v<T, float>)
@@ -269,25 +280,25 @@ MAMBA_INLINE void store_as(S* to, V from) {
       floats = from;
     else
       floats = __builtin_convertvector(from, F);
-    Narrow narrow;
+    Narrow result;
     if constexpr (std::is_same_v<S, bf16>) {
-      narrow = __builtin_convertvector(narrow_bf16(bit_cast<Wide>(floats)), Narrow);
+      result = narrow<Narrow>(narrow_bf16(bit_cast<Wide>(floats)) >> 16);
     } else {
 #if MAMBA_CPU_AVX512
       if constexpr (width == 16)
-        narrow = bit_cast<Narrow>(_mm512_cvtps_ph(bit_cast<__m512>(floats), _MM_FROUND_TO_NEAREST_INT));
+        result = bit_cast<Narrow>(_mm512_cvtps_ph(bit_cast<__m512>(floats), _MM_FROUND_TO_NEAREST_INT));
       else
-        narrow = bit_cast<Narrow>(_mm256_cvtps_ph(bit_cast<__m256>(floats), _MM_FROUND_TO_NEAREST_INT));
+        result = bit_cast<Narrow>(_mm256_cvtps_ph(bit_cast<__m256>(floats), _MM_FROUND_TO_NEAREST_INT));
 #elif MAMBA_CPU_AVX2
       if constexpr (width == 8)
-        narrow = bit_cast<Narrow>(_mm256_cvtps_ph(bit_cast<__m256>(floats), _MM_FROUND_TO_NEAREST_INT));
+        result = bit_cast<Narrow>(_mm256_cvtps_ph(bit_cast<__m256>(floats), _MM_FROUND_TO_NEAREST_INT));
       else
-        narrow = bit_cast<Narrow>(_mm_cvtsi128_si64(_mm_cvtps_ph(bit_cast<__m128>(floats), _MM_FROUND_TO_NEAREST_INT)));
+        result = bit_cast<Narrow>(_mm_cvtsi128_si64(_mm_cvtps_ph(bit_cast<__m128>(floats), _MM_FROUND_TO_NEAREST_INT)));
 #else
-      narrow = __builtin_convertvector(narrow_f16(bit_cast<Wide>(floats)), Narrow);
+      result = narrow<Narrow>(narrow_f16(bit_cast<Wide>(floats)));
 #endif
     }
-    __builtin_memcpy(to, &narrow, sizeof narrow);
+    __builtin_memcpy(to, &result, sizeof result);
   }
 }
 

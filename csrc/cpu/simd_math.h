@@ -8,6 +8,19 @@
 
 namespace mamba::cpu::MAMBA_CPU_LEVEL {
 
+// Whether the mask is set for some lane. (AVX-512 code has no use for it.)
+template <class M>
+MAMBA_INLINE bool any(M mask) {
+#if MAMBA_CPU_AVX512 || MAMBA_CPU_AVX2
+  if constexpr (sizeof(M) == 32) return _mm256_movemask_epi8(bit_cast<__m256i>(mask)) != 0;
+#elif defined(__SSE2__)
+  if constexpr (sizeof(M) == 16) return __builtin_ia32_movmskps(bit_cast<typename VectorOf<float, 4>::type>(mask)) != 0;
+#endif
+  auto some = mask[0];
+  for (int i = 1; i < static_cast<int>(sizeof(M) / sizeof some); ++i) some |= mask[i];
+  return some != 0;
+}
+
 template <class T>
 struct FloatFormat;
 template <>
@@ -55,11 +68,13 @@ MAMBA_INLINE V scale_by_power(V p, Rounded<V> n) {
   else
     return bit_cast<V>(_mm512_scalef_pd(bit_cast<__m512d>(p), bit_cast<__m512d>(n.value)));
 #else
+  using F = FloatFormat<T>;
+  const IntVec<T> bias = broadcast_int<T>(F::bias);
+  if (__builtin_expect(!any(abs(n.value) > T(F::bias - 1)), 1))
+    return p * bit_cast<V>((bit_cast<IntVec<T>>(n.shifted) + bias) << F::mantissa_bits);
   // 2^n = 2^k 2^(n - k) with k about n / 2, so that each factor is a normal number.
   const Rounded<V> half = round_nearest(n.value * T(0.5));
   const V rest = n.value - half.value;
-  using F = FloatFormat<T>;
-  const IntVec<T> bias = broadcast_int<T>(F::bias);
   const V factor1 = bit_cast<V>((bit_cast<IntVec<T>>(half.shifted) + bias) << F::mantissa_bits);
   const V factor2 = bit_cast<V>((bit_cast<IntVec<T>>(rest + F::rounder) + bias) << F::mantissa_bits);
   return p * factor1 * factor2;
@@ -109,26 +124,31 @@ struct ExpParts {
   Rounded<V> n;
 };
 
+// For |x| <= 150 (double: 1200).
+template <class V>
+MAMBA_INLINE ExpParts<V> exp_parts_within(V x) {
+  if constexpr (sizeof(Lane<V>) == 4) {
+    const Rounded<V> n = round_nearest(x * 0x1.715476p0f);
+    const V r = (x - n.value * 0x1.62e4p-1f) - n.value * 0x1.7f7d1cp-20f;  // ln 2 in two parts; the first product is exact
+    const V q = polynomial(r, 0x1.6a4f68p-10f, 0x1.123982p-7f, 0x1.5558aep-5f, 0x1.555492p-3f, 0x1.fffffcp-2f);
+    return {(r * r * q + r) + 1.0f, n};
+  } else {
+    const Rounded<V> n = round_nearest(x * 0x1.71547652b82fep0);
+    const V r = (x - n.value * 0x1.62e42fefa3800p-1) - n.value * 0x1.ef35793c76730p-45;
+    const V q =
+        polynomial(r, 0x1.ad99f114050f3p-26, 0x1.28ae09ace3db1p-22, 0x1.71df143b40ce0p-19, 0x1.a0199951f7ef6p-16, 0x1.a01a013230483p-13,
+                   0x1.6c16c1847b41fp-10, 0x1.11111111263f7p-7, 0x1.55555555506aep-5, 0x1.5555555555500p-3, 0.5);
+    return {(r * r * q + r) + 1.0, n};
+  }
+}
+
 // `negative`: x <= 0 is known, which saves the upper clamp.
 template <bool negative = false, class V>
 MAMBA_INLINE ExpParts<V> exp_parts(V x) {
   using T = Lane<V>;
   constexpr T least = std::is_same_v<T, float> ? T(-150) : T(-1200), most = std::is_same_v<T, float> ? T(100) : T(750);
   const V above = max(broadcast<T>(least), x);
-  const V clamped = negative ? above : min(broadcast<T>(most), above);
-  if constexpr (sizeof(T) == 4) {
-    const Rounded<V> n = round_nearest(clamped * 0x1.715476p0f);
-    const V r = (clamped - n.value * 0x1.62e4p-1f) - n.value * 0x1.7f7d1cp-20f;  // ln 2 in two parts; the first product is exact
-    const V q = polynomial(r, 0x1.6a4f68p-10f, 0x1.123982p-7f, 0x1.5558aep-5f, 0x1.555492p-3f, 0x1.fffffcp-2f);
-    return {(r * r * q + r) + 1.0f, n};
-  } else {
-    const Rounded<V> n = round_nearest(clamped * 0x1.71547652b82fep0);
-    const V r = (clamped - n.value * 0x1.62e42fefa3800p-1) - n.value * 0x1.ef35793c76730p-45;
-    const V q =
-        polynomial(r, 0x1.ad99f114050f3p-26, 0x1.28ae09ace3db1p-22, 0x1.71df143b40ce0p-19, 0x1.a0199951f7ef6p-16, 0x1.a01a013230483p-13,
-                   0x1.6c16c1847b41fp-10, 0x1.11111111263f7p-7, 0x1.55555555506aep-5, 0x1.5555555555500p-3, 0.5);
-    return {(r * r * q + r) + 1.0, n};
-  }
+  return exp_parts_within(negative ? above : min(broadcast<T>(most), above));
 }
 
 template <class V>
@@ -195,6 +215,35 @@ MAMBA_INLINE V log1p_unit(V x) {
   }
 }
 
+// e^-x = fraction / 2^n for |x| <= 150 (double: 1200), a little less exact than exp_parts where that saves instructions.
+template <class V>
+MAMBA_INLINE ExpParts<V> exp_minus_parts(V x) {
+#if MAMBA_CPU_AVX512 || MAMBA_CPU_AVX2
+  using T = Lane<V>;
+  constexpr bool single = std::is_same_v<T, float>;
+  constexpr T high = single ? T(0x1.715476p0) : T(0x1.71547652b82fep0);  // 1 / ln 2 in two parts
+  constexpr T low = single ? T(0x1.4ae0cp-26) : T(0x1.777d0ffda0d24p-56);
+  const Rounded<V> n = round_nearest(x * high);
+  return {exp2_fraction((n.value - x * high) - x * low), n};  // fused: the first difference is exact
+#else
+  const ExpParts<V> parts = exp_parts_within(-x);
+  return {parts.fraction, round_nearest(-parts.n.value)};
+#endif
+}
+
+// 2^n for n <= bias; 0 or something as small where that would be subnormal.
+template <class V>
+MAMBA_INLINE V small_power(Rounded<V> n) {
+  using T = Lane<V>;
+#if MAMBA_CPU_AVX512
+  return scale_by_power(broadcast<T>(1), n);
+#else
+  using F = FloatFormat<T>;
+  const V bounded = max(broadcast<T>(-F::bias), n.value);  // exponent field 0
+  return bit_cast<V>((bit_cast<IntVec<T>>(bounded + F::rounder) + broadcast_int<T>(F::bias)) << F::mantissa_bits);
+#endif
+}
+
 // A function and its derivative at the same point.
 template <class V>
 struct WithSlope {
@@ -226,28 +275,58 @@ MAMBA_INLINE V softplus(V x) {
   return softplus_with_slope(x).value;
 }
 
-// z / (1 + e^-z); for z < 0 it is (z fraction / (1 + e^z)) 2^n: scaled last, because e^z may be subnormal where z e^z is not.
-// The slope is sigmoid(z) (1 + z sigmoid(-z)). -inf gives -0 and 0, the limits.
+// silu(z) = z s and its slope s (1 + z (1 - s)) with s = 1 / (1 + e^-z). With e^-z = f / 2^n and d = 2^n + f it is s = 2^n / d, 1 - s = f /
+// d; 2^n is multiplied last, because e^z may be subnormal where z e^z is not. -inf gives -0 for both, the limit from where it is reached.
 template <class V>
-MAMBA_INLINE WithSlope<V> silu_with_slope(V z) {
+struct SiluParts {
+  V z, bounded, f, d;
+  Rounded<V> n;
+};
+
+template <class V>
+MAMBA_INLINE SiluParts<V> silu_parts(V x) {
   using T = Lane<V>;
-  using I = IntVec<T>;
-  constexpr T bound = std::is_same_v<T, float> ? T(200) : T(1100);
-  const ExpParts<V> parts = exp_parts<true>(negative_abs(z));
-  const V e = scale_by_power(parts.fraction, parts.n);
-  const V inverse = T(1) / (e + T(1));
-  const I negative = z < T(0);
-  const V bounded = max(broadcast<T>(-bound), z);
-  const V small = scale_by_power(bounded * parts.fraction * inverse, parts.n);
-  const V value = select(negative, small, z * inverse);
-  const V s = select(negative, e * inverse, inverse);
-  const V t = select(negative, inverse, e * inverse);  // sigmoid(-z)
-  return {value, s * (min(broadcast<T>(bound), bounded) * t + T(1))};
+  constexpr T least = std::is_same_v<T, float> ? T(-126) : T(-760);  // silu rounds to -0 from here on
+  const V z = max(broadcast<T>(least), x);
+  const V bounded = min(broadcast<T>(42), z);  // 1 + e^-42 = 1
+  const ExpParts<V> parts = exp_minus_parts(bounded);
+  return {z, bounded, parts.fraction, small_power(parts.n) + parts.fraction, parts.n};
+}
+
+// Without AVX-512 scaling twice is dear: vectors whose e^-z is a normal number go without it. e^-z, with e^-42 for z > 42.
+template <class V>
+MAMBA_INLINE bool is_ordinary(V x) {
+#if MAMBA_CPU_AVX512
+  return false;
+#else
+  return __builtin_expect(!any(x < (std::is_same_v<Lane<V>, float> ? Lane<V>(-87) : Lane<V>(-700))), 1);
+#endif
 }
 
 template <class V>
-MAMBA_INLINE V silu(V z) {
-  return silu_with_slope(z).value;
+MAMBA_INLINE V ordinary_exp_minus(V x) {
+  using T = Lane<V>;
+  const ExpParts<V> parts = exp_minus_parts(min(broadcast<T>(42), x));
+  return bit_cast<V>(bit_cast<IntVec<T>>(parts.fraction) - (bit_cast<IntVec<T>>(parts.n.shifted) << FloatFormat<T>::mantissa_bits));
+}
+
+template <class V>
+MAMBA_INLINE V silu(V x) {
+  if (is_ordinary(x)) return x / (ordinary_exp_minus(x) + Lane<V>(1));
+  const SiluParts<V> p = silu_parts(x);
+  return scale_by_power(p.z / p.d, p.n);
+}
+
+template <class V>
+MAMBA_INLINE WithSlope<V> silu_with_slope(V x) {
+  using T = Lane<V>;
+  if (is_ordinary(x)) {
+    const V e = ordinary_exp_minus(x), s = T(1) / (e + T(1));
+    return {x * s, s * (min(broadcast<T>(42), x) * (e * s) + T(1))};
+  }
+  const SiluParts<V> p = silu_parts(x);
+  const V q = T(1) / p.d;
+  return {scale_by_power(p.z * q, p.n), scale_by_power(q * (p.bounded * (p.f * q) + T(1)), p.n)};
 }
 
 }  // namespace mamba::cpu::MAMBA_CPU_LEVEL

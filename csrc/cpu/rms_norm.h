@@ -1,0 +1,170 @@
+// rms_norm: how rows are reached, what forward and backward share. A work unit is one segment: one group of one row (the whole row without
+// groups), seen as whole vectors. Segments that lie so in memory are used in place; others pass through padded buffers, padding 0.
+#pragma once
+
+#include <type_traits>
+
+#include "cpu/parallel.h"
+#include "cpu/simd_math.h"
+#include "cpu/stream.h"
+#include "params/rms_norm.h"
+
+namespace mamba::cpu::MAMBA_CPU_LEVEL {
+namespace {
+
+constexpr int64_t serial_columns = 16384;  // below this many numbers one thread is faster than two
+constexpr int rows_at_once = 4;            // rows that share the waiting for a sum, and the weights' way through the registers
+constexpr int64_t ahead = 4096;            // bytes: memory answers in time
+
+template <class S>
+using Accumulate = std::conditional_t<std::is_same_v<S, double>, double, float>;
+
+template <class T>
+int64_t padded(int64_t count) {
+  return (count + Simd<T>::width - 1) / Simd<T>::width * Simd<T>::width;
+}
+
+template <class E>
+constexpr DType dtype_of() {
+  if constexpr (std::is_same_v<E, double>) return DType::f64;
+  if constexpr (std::is_same_v<E, float>) return DType::f32;
+  return std::is_same_v<E, bf16> ? DType::bf16 : DType::f16;
+}
+
+// `count` elements `step` apart -> padded contiguous ones of type E, which is the elements' own type or the arithmetic type T.
+template <class T, class E, class S>
+void gather(E* to, const S* from, int64_t step, int64_t count) {
+  constexpr int width = Simd<T>::width;
+  for (int64_t k = 0; k < count; k += width) {
+    const int lanes = static_cast<int>(count - k < width ? count - k : width);
+    if constexpr (std::is_same_v<E, S> && !std::is_same_v<E, T>) {
+      for (int i = 0; i < width; ++i) to[k + i] = i < lanes ? from[(k + i) * step] : S{};
+    } else {
+      store_as(to + k, step == 1 && lanes == width ? load_as<T>(from + k) : load_partial<T>(from + k * step, lanes, step));
+    }
+  }
+}
+
+template <class T, class E, class S>
+void scatter(S* to, const E* from, int64_t step, int64_t count) {
+  constexpr int width = Simd<T>::width;
+  for (int64_t k = 0; k < count; k += width) {
+    const int lanes = static_cast<int>(count - k < width ? count - k : width);
+    if constexpr (std::is_same_v<E, S> && !std::is_same_v<E, T>) {
+      for (int i = 0; i < lanes; ++i) to[(k + i) * step] = from[k + i];
+    } else if (step == 1 && lanes == width) {
+      store_as(to + k, load_as<T>(from + k));
+    } else {
+      store_partial(to + k * step, load_as<T>(from + k), lanes, step);
+    }
+  }
+}
+
+// One operand's segments as padded rows of E (the operand's own type, or the arithmetic type T): in place where memory holds them so.
+template <class T, class E>
+class Rows {
+ public:
+  Rows(const RowLayout& layout, const RowView& view, int64_t count)
+      : layout_(layout),
+        view_(view),
+        count_(count),
+        pad_(padded<T>(count)),
+        direct_(!view || (view.dtype == dtype_of<E>() && view.column == 1 && count == pad_)),
+        buffer_(direct_ ? 0 : rows_at_once * pad_) {}
+
+  explicit operator bool() const { return static_cast<bool>(view_); }
+  bool direct() const { return direct_; }
+
+  // The slot-th row at hand; null for an absent operand.
+  const E* read(int64_t row, int64_t group, int slot) const {
+    if (direct_) return place(row, group);
+    E* to = buffer_.get() + slot * pad_;
+    dispatch([&](auto tag) {
+      using S = typename decltype(tag)::type;
+      gather<T>(to, static_cast<const S*>(view_.data) + offset(row, group), view_.column, count_);
+    });
+    return to;
+  }
+
+  // Where to write a row, which done() brings home.
+  E* target(int64_t row, int64_t group, int slot) const { return direct_ ? place(row, group) : buffer_.get() + slot * pad_; }
+
+  void done(int64_t row, int64_t group, int slot) const {
+    if (direct_) return;
+    dispatch([&](auto tag) {
+      using S = typename decltype(tag)::type;
+      scatter<T>(static_cast<S*>(view_.data) + offset(row, group), buffer_.get() + slot * pad_, view_.column, count_);
+    });
+  }
+
+ private:
+  int64_t offset(int64_t row, int64_t group) const { return row_offset(layout_, view_, row) + group * count_ * view_.column; }
+  E* place(int64_t row, int64_t group) const { return view_ ? static_cast<E*>(view_.data) + offset(row, group) : nullptr; }
+
+  template <class F>
+  void dispatch(F&& f) const {
+    if constexpr (std::is_same_v<E, T>)
+      dispatch_floating(view_.dtype, f);
+    else
+      f(Tag<E>{});
+  }
+
+  const RowLayout& layout_;
+  const RowView& view_;
+  int64_t count_, pad_;
+  bool direct_;
+  Scratch<E> buffer_;
+};
+
+// Weight or bias, group by group in padded rows; `absent` where there is none.
+template <class T>
+class Parameter {
+ public:
+  Parameter(const View<1>& view, int64_t groups, int64_t group_size, T absent)
+      : pad_(padded<T>(group_size)), values_(groups * padded<T>(group_size)) {
+    for (int64_t g = 0; g < groups; ++g) {
+      T* to = values_.get() + g * pad_;
+      for (int64_t k = 0; k < pad_; ++k) to[k] = absent;
+      if (!view) continue;
+      dispatch_floating(
+          view.dtype, [&](auto tag) { gather<T>(to, view.at<typename decltype(tag)::type>(g * group_size), view.stride[0], group_size); });
+    }
+  }
+  const T* group(int64_t g) const { return values_.get() + g * pad_; }
+
+ private:
+  int64_t pad_;
+  Scratch<T> values_;
+};
+
+// sum_k f(k) over the padded columns, in an order that depends on the count only.
+template <class T, class F>
+MAMBA_INLINE T sum_vectors(int64_t pad, F&& f) {
+  constexpr int width = Simd<T>::width;
+  Vec<T> a = zero<T>(), b = a, c = a, d = a;
+  int64_t k = 0;
+  for (; k + 4 * width <= pad; k += 4 * width) {
+    a += f(k);
+    b += f(k + width);
+    c += f(k + 2 * width);
+    d += f(k + 3 * width);
+  }
+  for (; k < pad; k += width) a += f(k);
+  return sum((a + b) + (c + d));
+}
+
+// Calls f(std::bool_constant<flag>{}...).
+template <class F>
+MAMBA_INLINE void with_flags(F&& f) {
+  f();
+}
+template <class F, class... Flags>
+MAMBA_INLINE void with_flags(F&& f, bool flag, Flags... flags) {
+  if (flag)
+    with_flags([&](auto... rest) { f(std::true_type{}, rest...); }, flags...);
+  else
+    with_flags([&](auto... rest) { f(std::false_type{}, rest...); }, flags...);
+}
+
+}  // namespace
+}  // namespace mamba::cpu::MAMBA_CPU_LEVEL

@@ -1,0 +1,242 @@
+// RMS norm, backward. Rows go through in small blocks: a first pass reads everything and sums, over each row for dx and over the rows for
+// dweight and dbias; a second one writes the gradients of the row from the first-level cache.
+#include "cpu/rms_norm.h"
+
+namespace mamba::cpu::MAMBA_CPU_LEVEL {
+namespace {
+
+enum class Gate { none, first, last };
+
+// Two-stage sums over rows: blocks whose size depends on the row count only, then the blocks in order.
+int64_t rows_per_block(int64_t rows) {
+  const int64_t even = (rows + 255) / 256;
+  return even > 32 ? (even + rows_at_once - 1) / rows_at_once * rows_at_once : 32;
+}
+
+template <class S>
+struct Backward {
+  using T = Accumulate<S>;
+  using V = Vec<T>;
+  static constexpr int width = Simd<T>::width;
+
+  explicit Backward(const RmsNormBwd& params)
+      : p(params),
+        weight(p.weight, groups, n, 1),
+        bias(p.bias, groups, n, 0),
+        dweight(p.dweight ? blocks * groups * pad : 0),
+        dbias(p.dbias ? blocks * groups * pad : 0),
+        streaming(p.rows.count * p.dim * static_cast<int64_t>(sizeof(S)) >= streamed_bytes) {}
+
+  void run() const {
+    const auto body = [&](int64_t begin, int64_t end) {
+      with_flags(
+          [&](auto residual) {
+            constexpr bool with_residual = decltype(residual)::value;
+            if (!p.z) return Sweep<with_residual, Gate::none>(*this).blocks(begin, end);
+            if (p.norm_before_gate) return Sweep<with_residual, Gate::last>(*this).blocks(begin, end);
+            return Sweep<with_residual, Gate::first>(*this).blocks(begin, end);
+          },
+          bool{p.residual});
+      if (streaming) end_streaming();
+    };
+    parallel_for(blocks, body, p.dim ? serial_columns / p.dim / per_block : 1);
+    finish(p.dweight, dweight.get());
+    finish(p.dbias, dbias.get());
+  }
+
+ private:
+  // One thread's share of the blocks.
+  template <bool Residual, Gate gate>
+  struct Sweep {
+    explicit Sweep(const Backward& norm)
+        : norm(norm),
+          x(norm.p.rows, norm.p.x, norm.n),
+          dout(norm.p.rows, norm.p.dout, norm.n),
+          z(norm.p.rows, norm.p.z, norm.n),
+          dx(norm.p.rows, norm.p.dx, norm.n),
+          dz(norm.p.rows, norm.p.dz, norm.n),
+          residual(norm.p.rows, norm.p.residual, norm.n),
+          dresidual_out(norm.p.rows, norm.p.dresidual_out, norm.n),
+          dresidual(norm.p.rows, norm.p.dresidual, norm.n),
+          zeros(norm.pad),
+          kept(5 * rows_at_once * norm.pad) {
+      for (int64_t k = 0; k < norm.pad; ++k) zeros.get()[k] = S{};
+    }
+
+    void blocks(int64_t begin, int64_t end) const {
+      const auto& p = norm.p;
+      const int64_t size = norm.groups * norm.pad;
+      for (int64_t block = begin; block < end; ++block) {
+        T* dw = norm.dweight.get() ? norm.dweight.get() + block * size : nullptr;
+        T* db = norm.dbias.get() ? norm.dbias.get() + block * size : nullptr;
+        for (int64_t k = 0; dw && k < size; ++k) dw[k] = 0;
+        for (int64_t k = 0; db && k < size; ++k) db[k] = 0;
+        const int64_t last = (block + 1) * norm.per_block < p.rows.count ? (block + 1) * norm.per_block : p.rows.count;
+        int64_t row = block * norm.per_block;
+        for (; row + rows_at_once <= last; row += rows_at_once) rows<rows_at_once>(row, dw, db);
+        for (; row < last; ++row) rows<1>(row, dw, db);
+      }
+    }
+
+   private:
+    // A row at hand. What the second pass needs of the first one's is kept in s, v, grad, factor and slope.
+    struct Row {
+      const S *x, *dout, *z;
+      const T* residual;
+      T *s, *v, *grad, *factor, *slope;
+      S *dx, *dz;
+      T scale;
+    };
+
+    template <int Count>
+    void rows(int64_t first, T* dweight, T* dbias) const {
+      const auto& p = norm.p;
+      for (int64_t g = 0; g < norm.groups; ++g) {
+        Row at[Count];
+        for (int i = 0; i < Count; ++i) at[i] = open(first + i, g, i);
+        T dots[Count];
+        const int64_t offset = g * norm.pad;
+        with_flags(
+            [&](auto weighted, auto biased) {
+              sums<Count, weighted.value, biased.value>(at, g, weighted.value ? dweight + offset : nullptr,
+                                                        biased.value ? dbias + offset : nullptr, dots);
+            },
+            dweight != nullptr, dbias != nullptr);
+        for (int i = 0; i < Count; ++i) {
+          const int64_t row = first + i;
+          gradients(at[i], g, dots[i], dresidual_out.read(row, g, i), dresidual ? dresidual.target(row, g, i) : nullptr);
+          dx.done(row, g, i);
+          if (p.dz) dz.done(row, g, i);
+          if (p.dresidual) dresidual.done(row, g, i);
+        }
+      }
+    }
+
+    Row open(int64_t row, int64_t g, int i) const {
+      const auto& p = norm.p;
+      T* memory = kept.get() + 5 * i * norm.pad;
+      T rms = 0;
+      dispatch_floating(p.rms.dtype, [&](auto tag) {
+        const auto* from = static_cast<const typename decltype(tag)::type*>(p.rms.data);
+        rms = load_scalar<T>(from + row_offset(p.rows, p.rms, row) + g * p.rms.column);
+      });
+      return {.x = x.read(row, g, i),
+              .dout = dout ? dout.read(row, g, i) : zeros.get(),
+              .z = z.read(row, g, i),
+              .residual = residual.read(row, g, i),
+              .s = memory,
+              .v = memory + norm.pad,
+              .grad = memory + 2 * norm.pad,
+              .factor = memory + 3 * norm.pad,
+              .slope = memory + 4 * norm.pad,
+              .dx = dx.target(row, g, i),
+              .dz = dz.target(row, g, i),
+              .scale = T(1) / rms};
+    }
+
+    // v = s or s silu(z) with s = x + residual; grad = dout or dout silu(z); dots = sum_k grad weight v; dweight += grad v / rms, dbias +=
+    // grad
+    template <int Count, bool Weighted, bool Biased>
+    void sums(const Row (&at)[Count], int64_t g, T* dweight, T* dbias, T (&dots)[Count]) const {
+      const T *weight = norm.weight.group(g), *bias = norm.bias.group(g);
+      V sum[Count];
+      for (int i = 0; i < Count; ++i) sum[i] = zero<T>();
+      for (int64_t k = 0; k < norm.pad; k += width) {
+        const V w = load(weight + k);
+        V dw = zero<T>(), db = dw;
+        for (int i = 0; i < Count; ++i) {
+          const Row& row = at[i];
+          V v = load_as<T>(row.x + k), grad = load_as<T>(row.dout + k);
+          if constexpr (Residual) {
+            v += load(row.residual + k);
+            store(row.s + k, v);
+          }
+          if constexpr (gate != Gate::none) {
+            const auto [factor, slope] = silu_with_slope(load_as<T>(row.z + k));
+            if constexpr (gate == Gate::first) {
+              v *= factor;
+              store(row.v + k, v);
+              store(row.factor + k, factor);
+              store(row.slope + k, slope);
+            } else {  // dz = dout y silu'(z)
+              const V y = v * row.scale * w + load(bias + k);
+              norm.write(row.dz + k, grad * y * slope);
+              grad *= factor;
+              store(row.grad + k, grad);
+            }
+          }
+          const V product = grad * v;
+          sum[i] += product * w;
+          if constexpr (Weighted) dw += product * row.scale;
+          if constexpr (Biased) db += grad;
+        }
+        if constexpr (Weighted) store(dweight + k, load(dweight + k) + dw);
+        if constexpr (Biased) store(dbias + k, load(dbias + k) + db);
+      }
+      for (int i = 0; i < Count; ++i) dots[i] = mamba::cpu::MAMBA_CPU_LEVEL::sum(sum[i]);
+    }
+
+    // dv = (grad weight - v mean(grad weight v) / rms^2) / rms
+    void gradients(const Row& row, int64_t g, T dot, const T* more, T* dresidual) const {
+      const T* weight = norm.weight.group(g);
+      const V scale = broadcast(row.scale), along = broadcast(dot / static_cast<T>(norm.n) * row.scale * row.scale * row.scale);
+      for (int64_t k = 0; k < norm.pad; k += width) {
+        const V s = Residual ? load(row.s + k) : load_as<T>(row.x + k);
+        const V v = gate == Gate::first ? load(row.v + k) : s;
+        const V grad = gate == Gate::last ? load(row.grad + k) : load_as<T>(row.dout + k);
+        V ds = grad * load(weight + k) * scale - v * along;
+        if constexpr (gate == Gate::first) {  // dz = dv s silu'(z); ds = dv silu(z)
+          norm.write(row.dz + k, ds * s * load(row.slope + k));
+          ds *= load(row.factor + k);
+        }
+        if constexpr (Residual) {
+          if (more) ds += load(more + k);
+          if (dresidual) store(dresidual + k, ds);
+        }
+        norm.write(row.dx + k, ds);
+      }
+    }
+
+    const Backward& norm;
+    const Rows<T, S> x, dout, z, dx, dz;
+    const Rows<T, T> residual, dresidual_out, dresidual;
+    const Scratch<S> zeros;
+    const Scratch<T> kept;
+  };
+
+  MAMBA_INLINE void write(S* to, V value) const { store_as(to, value); }
+
+  // Adds the blocks' partial sums in order and rounds once.
+  void finish(const View<1>& result, const T* partial) const {
+    if (!result) return;
+    const int64_t size = groups * pad;
+    dispatch_floating(result.dtype, [&](auto tag) {
+      using R = typename decltype(tag)::type;
+      for (int64_t g = 0; g < groups; ++g) {
+        for (int64_t k = 0; k < n; k += width) {
+          const int lanes = static_cast<int>(n - k < width ? n - k : width);
+          V total = zero<T>();
+          for (int64_t block = 0; block < blocks; ++block) total += load(partial + block * size + g * pad + k);
+          R* to = result.template at<R>(g * n + k);
+          if (p.accumulate) total += load_partial<T>(to, lanes, result.stride[0]);
+          store_partial(to, total, lanes, result.stride[0]);
+        }
+      }
+    });
+  }
+
+  const RmsNormBwd& p;
+  const int64_t n = p.group_size, pad = padded<T>(n), groups = n ? p.dim / n : 0;
+  const int64_t per_block = rows_per_block(p.rows.count), blocks = (p.rows.count + per_block - 1) / per_block;
+  const Parameter<T> weight, bias;
+  const Scratch<T> dweight, dbias;
+  const bool streaming;
+};
+
+}  // namespace
+
+void rms_norm_bwd(const RmsNormBwd& params) {
+  dispatch_floating(params.x.dtype, [&](auto tag) { Backward<typename decltype(tag)::type>(params).run(); });
+}
+
+}  // namespace mamba::cpu::MAMBA_CPU_LEVEL
