@@ -165,7 +165,8 @@ class BuildLibraries(build_ext):
             "linking _C.so",
         )
         partial.replace(library)
-        library.with_name(RECORD).write_text(json.dumps(self.describe(compiler, torch_path), indent=1) + "\n")
+        record = {**self.describe(compiler, torch_path), "library_bytes": library.stat().st_size}
+        library.with_name(RECORD).write_text(json.dumps(record, indent=1) + "\n")
         print("mamba_ops: built the CPU library; CUDA kernels are not part of this version", flush=True)
 
     def copy_extensions_to_source(self) -> None:

@@ -55,6 +55,9 @@ def load(folder: Path = FOLDER) -> None:
         raise explain(folder, f"needs torch {build['torch_minimum']} or newer and cannot be loaded")
     if build.get("platform") != f"{platform.system()} {platform.machine()}":
         raise explain(folder, "was built for another platform and cannot be loaded")
+    found_bytes, built_bytes = library.stat().st_size, build.get("library_bytes", 0)
+    if found_bytes < built_bytes:  # loading a truncated library can end the process
+        raise explain(folder, f"is not complete ({found_bytes} bytes instead of {built_bytes}) and cannot be loaded")
     try:
         torch.ops.load_library(str(library))
     except OSError as error:
@@ -74,7 +77,7 @@ def loading_problem(library: Path, text: str) -> str:
     if "cannot open shared object file" in text and library.name not in text.split(":")[0]:
         return f"needs {text.split(':')[0]}, which was not found, so it cannot be loaded"
     if "invalid ELF header" in text or "file too short" in text or "wrong ELF class" in text:
-        return f"is not a complete shared library ({library.stat().st_size} bytes) and cannot be loaded"
+        return "is not a shared library of this platform and cannot be loaded"
     return "cannot be loaded"
 
 
