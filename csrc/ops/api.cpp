@@ -67,7 +67,11 @@ DType dtype_of(const Tensor& tensor) {
 ScalarType accumulate_type(ScalarType dtype) { return dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float; }
 
 Tensor empty(const Tensor& like, const std::vector<int64_t>& sizes, ScalarType dtype) {
-  return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(sizes.data(), sizes.size()), dtype);
+  Tensor tensor = torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(sizes.data(), sizes.size()), dtype);
+#if MAMBA_EMULATED
+  emulator::note_tensor(tensor, true);
+#endif
+  return tensor;
 }
 
 Tensor empty_gradient(const Tensor& like, const OptionalTensor& argument) {
@@ -90,6 +94,9 @@ void mark_mutated(const char* op, const char* name, const Tensor& tensor) {
     fail(op, ": ", name, " is written in place, so it must not be a leaf that requires grad while grad mode is on; detach it or use ",
          "torch.no_grad()");
   torch::stable::detail::to<Tensor>(stack[0]);  // takes over the returned reference
+#if MAMBA_EMULATED
+  emulator::note_mutated(tensor);
+#endif
 }
 
 int64_t check_packing(const Checker& check, const OptionalTensor& seq_idx, const OptionalTensor& cu_seqlens, int64_t batch,

@@ -59,7 +59,7 @@ std::tuple<Tensor, Tensor> conv1d_step_fwd(Tensor x, Tensor conv_state, Tensor w
   Tensor new_state = empty(x, sizes_of(conv_state), conv_state.scalar_type());
   p.out = samples_view(out);
   p.new_state = view_of<3>(new_state);
-  cpu::conv1d_step_fwd(p);
+  MAMBA_RUN(conv1d_step_fwd, p, x);
   return {out, new_state};
 }
 
@@ -76,7 +76,7 @@ Tensor conv1d_step_(Tensor x, Tensor conv_state, Tensor weight, OptionalTensor b
   p.new_state = p.state;
   p.cache_seqlens = view_of<1>(cache_seqlens);
   p.indices = view_of<1>(conv_state_indices);
-  cpu::conv1d_step_fwd(p);
+  MAMBA_RUN(conv1d_step_fwd, p, x);
   return out;
 }
 
@@ -97,7 +97,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> conv1d_step_bwd(OptionalTensor dout, 
   p.dstate = view_of<3>(dstate);
   p.dweight = view_of<2>(dweight);
   if (bias) p.dbias = view_of<1>(dbias);
-  cpu::conv1d_step_bwd(p);
+  MAMBA_RUN(conv1d_step_bwd, p, x);
   return {dx, dstate, dweight, dbias};
 }
 
@@ -109,7 +109,7 @@ View<2> filter_view(const Checker& check, const char* name, const Tensor& tensor
   }
   check.shape(name, tensor, {{"dim * width", dim * width}});
   View<2> view;
-  view.data = const_cast<void*>(tensor.const_data_ptr());
+  view.data = data_of(tensor);
   view.dtype = dtype_of(tensor);
   view.stride[0] = tensor.stride(0) * width;
   view.stride[1] = tensor.stride(0);
@@ -137,7 +137,7 @@ void conv1d_step_bwd_(Tensor d_y, Tensor state, Tensor weight, Tensor d_x, Tenso
       return view_of<2>(tensor);
     }
     check.shape(name, tensor, {{"dim", p.dim}});
-    view.data = const_cast<void*>(tensor.const_data_ptr());
+    view.data = data_of(tensor);
     view.dtype = dtype_of(tensor);
     view.stride[1] = tensor.stride(0);
     return view;
@@ -164,12 +164,12 @@ void conv1d_step_bwd_(Tensor d_y, Tensor state, Tensor weight, Tensor d_x, Tenso
   mark_mutated("conv1d_step_bwd_", "d_x", d_x);
   mark_mutated("conv1d_step_bwd_", "d_weight", d_weight);
   if (d_bias) mark_mutated("conv1d_step_bwd_", "d_bias", *d_bias);
-  cpu::conv1d_step_seed_bwd(p);
+  MAMBA_RUN(conv1d_step_seed_bwd, p, d_y);
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(mamba, CPU, m) {
+MAMBA_REGISTER_KERNELS(m) {
   m.impl("conv1d_step_fwd", TORCH_BOX(&conv1d_step_fwd));
   m.impl("conv1d_step_", TORCH_BOX(&conv1d_step_));
   m.impl("conv1d_step_bwd", TORCH_BOX(&conv1d_step_bwd));

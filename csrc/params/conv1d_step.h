@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/view.h"
-#include "cpu/level.h"
+#include "params/kernel.h"
 
 namespace mamba {
 
@@ -42,6 +42,6 @@ struct Conv1dStepSeedBwd {
 
 }  // namespace mamba
 
-MAMBA_CPU_KERNEL(conv1d_step_fwd, Conv1dStepFwd)
-MAMBA_CPU_KERNEL(conv1d_step_bwd, Conv1dStepBwd)
-MAMBA_CPU_KERNEL(conv1d_step_seed_bwd, Conv1dStepSeedBwd)
+MAMBA_KERNEL(conv1d_step_fwd, Conv1dStepFwd)
+MAMBA_KERNEL(conv1d_step_bwd, Conv1dStepBwd)
+MAMBA_KERNEL(conv1d_step_seed_bwd, Conv1dStepSeedBwd)

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/view.h"
-#include "cpu/level.h"
+#include "params/kernel.h"
 
 namespace mamba {
 
@@ -57,5 +57,5 @@ struct RmsNormBwd {
 
 }  // namespace mamba
 
-MAMBA_CPU_KERNEL(rms_norm_fwd, RmsNormFwd)
-MAMBA_CPU_KERNEL(rms_norm_bwd, RmsNormBwd)
+MAMBA_KERNEL(rms_norm_fwd, RmsNormFwd)
+MAMBA_KERNEL(rms_norm_bwd, RmsNormBwd)

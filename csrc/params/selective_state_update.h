@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/view.h"
-#include "cpu/level.h"
+#include "params/kernel.h"
 
 namespace mamba {
 
@@ -32,5 +32,5 @@ struct SelectiveStateUpdateBwd : SelectiveStateUpdateInputs {
 
 }  // namespace mamba
 
-MAMBA_CPU_KERNEL(selective_state_update_fwd, SelectiveStateUpdateFwd)
-MAMBA_CPU_KERNEL(selective_state_update_bwd, SelectiveStateUpdateBwd)
+MAMBA_KERNEL(selective_state_update_fwd, SelectiveStateUpdateFwd)
+MAMBA_KERNEL(selective_state_update_bwd, SelectiveStateUpdateBwd)
