@@ -33,6 +33,7 @@ Params describe(const Checker& check, const Tensor& x, const Tensor& state, cons
   p.tokens = x.dim() == 3 ? x.size(2) : 1;
   p.width = weight.size(1);
   p.state_len = state.size(2);
+  p.entries = state.size(0);
   check.shape("weight", weight, {{"dim", p.dim}, {"width", p.width}});
   if (p.width < 1) fail(check.op(), ": weight must have shape (dim, width) with width >= 1, got ", shape_text(weight));
   check.shape("bias", bias, {{"dim", p.dim}});

@@ -37,6 +37,7 @@ bool describe(SelectiveStateUpdateInputs& p, const Checker& check, const Argumen
   p.headdim = in.x.size(heads ? 2 : 1);
   p.dstate = in.state.size(heads ? 3 : 2);
   p.ngroups = heads ? in.B.size(1) : 1;
+  p.entries = in.state.size(0);
   p.dt_softplus = dt_softplus;
   const Size batch{"batch", p.batch}, nheads{"nheads", p.nheads}, headdim{heads ? "headdim" : "dim", p.headdim};
   const Size dstate{"dstate", p.dstate}, ngroups{"ngroups", p.ngroups};

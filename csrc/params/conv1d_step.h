@@ -8,6 +8,7 @@ namespace mamba {
 
 struct Conv1dStepFwd {
   int64_t batch, dim, width, tokens, state_len;
+  int64_t entries;  // of the cache: its leading size
   bool silu;
   View<3> x;              // (batch, dim, tokens)
   View<3> state;          // (batch, dim, state_len), or (entries, dim, state_len) with indices
@@ -21,6 +22,7 @@ struct Conv1dStepFwd {
 
 struct Conv1dStepBwd {
   int64_t batch, dim, width, tokens, state_len;
+  int64_t entries;
   bool silu;
   View<3> x, state;
   View<2> weight;

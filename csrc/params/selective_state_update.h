@@ -8,6 +8,7 @@ namespace mamba {
 
 struct SelectiveStateUpdateInputs {
   int64_t batch, nheads, headdim, dstate, ngroups;
+  int64_t entries;  // leading size of state
   bool dt_softplus;
   View<4> state;       // (batch, nheads, headdim, dstate), or (entries, …) with indices
   View<3> x, dt, z;    // (batch, nheads, headdim); z may be absent

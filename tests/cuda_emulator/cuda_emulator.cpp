@@ -383,6 +383,7 @@ EMU_UNDEFINED(shift_out_of_bounds, "shift out of range")
 EMU_UNDEFINED(add_overflow, "signed integer overflow in +")
 EMU_UNDEFINED(sub_overflow, "signed integer overflow in -")
 EMU_UNDEFINED(mul_overflow, "signed integer overflow in *")
+EMU_UNDEFINED(divrem_overflow, "division overflow")
 EMU_UNDEFINED(negate_overflow, "signed integer overflow in -")
 }
 
