@@ -8,6 +8,7 @@
 #include "params/conv1d_step.h"
 
 #include "cuda/math.cuh"
+#include "cuda/reduce.cuh"
 #include "cuda/vector_io.cuh"
 
 namespace mamba::cuda {
@@ -89,27 +90,6 @@ __global__ void __launch_bounds__(threads) backward_kernel(const Conv1dStepBwd p
   }
 }
 
-constexpr int sum_warps = 8;
-
-// Sum of term(b) over 0 <= b < count for the channel of each lane: the block's warps share the terms, then warp 0 adds theirs in order.
-template <class T, class F>
-__device__ __forceinline__ T sum_over(int64_t count, bool inside, F&& term) {
-  struct Sums {
-    T value[sum_warps][32];
-  };
-  auto& shared = static_shared<Sums>();
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  T sum = 0;
-  if (inside)
-    for (int64_t i = warp; i < count; i += sum_warps) sum += term(i);
-  shared.value[warp][lane] = sum;
-  __syncthreads();
-  sum = 0;
-  if (warp == 0)
-    for (int w = 0; w < sum_warps; ++w) sum += shared.value[w][lane];
-  return sum;
-}
-
 // A block: 32 channels and one tap k; k = width is the bias.
 template <class S>
 __global__ void __launch_bounds__(32 * sum_warps) sum_kernel(const Conv1dStepBwd p, const Accumulate<S>* dp) {
@@ -117,7 +97,7 @@ __global__ void __launch_bounds__(32 * sum_warps) sum_kernel(const Conv1dStepBwd
   const int64_t k = blockIdx.x % (p.width + 1), d = int64_t(blockIdx.x / (p.width + 1)) * 32 + threadIdx.x % 32;
   const bool inside = d < p.dim;
   const int64_t oldest = p.state_len - (p.width - 1) + k;
-  const T sum = sum_over<T>(p.batch * p.tokens, inside, [&](int64_t i) {
+  const T sum = sum_over_warps<T>(p.batch * p.tokens, inside, [&](int64_t i) {
     const T gradient = dp[i * p.dim + d];
     const int64_t b = i / p.tokens;
     return k == p.width ? gradient : gradient * sample<S>(p, b, b, d, oldest + i % p.tokens, 0);
@@ -137,7 +117,7 @@ __global__ void __launch_bounds__(32 * sum_warps) seed_kernel(const Conv1dStepSe
   const int64_t k = blockIdx.x % (p.width + 1), d = int64_t(blockIdx.x / (p.width + 1)) * 32 + threadIdx.x % 32;
   const bool inside = d < p.dim;
   const T last = inside && k == p.width ? load_at<T>(p.weight, d, p.width - 1) : T(0);
-  const T sum = sum_over<T>(p.batch, inside, [&](int64_t b) {
+  const T sum = sum_over_warps<T>(p.batch, inside, [&](int64_t b) {
     const T dy = to_number(*p.dy.template at<S>(b, d));
     if (k < p.width) return dy * load_at<T>(p.state, b, d, k);
     round_to(*p.dx.template at<S>(b, d), dy * last);

@@ -99,7 +99,7 @@ __device__ __forceinline__ void round_to(f16& to, double x) { round_to(to, float
 
 // ---- mathematics ----
 
-__device__ __forceinline__ float exp_of(float x) { return __expf(x); }
+__device__ __forceinline__ float exp_of(float x) { return expf(x); }
 __device__ __forceinline__ double exp_of(double x) { return exp(x); }
 __device__ __forceinline__ float exp2_of(float x) { return exp2f(x); }
 __device__ __forceinline__ double exp2_of(double x) { return exp2(x); }

@@ -23,11 +23,11 @@ struct WithSlope {
   T value, slope;
 };
 
-// silu'(x) = s (1 + x (1 - s)) with s = sigmoid(x)
+// silu'(x) = s (1 + x (1 - s)) with s = sigmoid(x); 1 - s = sigmoid(-x) is computed without cancellation
 template <class T>
 __device__ __forceinline__ WithSlope<T> silu_with_slope(T x) {
-  const T s = sigmoid(x);
-  return {x * s, s * (1 + x * (1 - s))};
+  const T e = exp_of(x < 0 ? x : -x), r = quotient(T(1), 1 + e), s = x < 0 ? e * r : r, rest = x < 0 ? r : e * r;
+  return {x * s, s * (1 + x * rest)};
 }
 
 __device__ __forceinline__ float log_1p(float x) { return log1pf(x); }
@@ -44,7 +44,7 @@ __device__ __forceinline__ T softplus_slope(T x) {
   return x > 20 ? T(1) : sigmoid(x);
 }
 
-__device__ __forceinline__ int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-__device__ __forceinline__ int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+MAMBA_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+MAMBA_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 }  // namespace mamba::cuda

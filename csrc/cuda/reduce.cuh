@@ -30,4 +30,26 @@ __device__ __forceinline__ T sum_block(T value) {
   return sum;
 }
 
+constexpr int sum_warps = 8;
+
+// For blocks of sum_warps warps whose lanes are neighbouring results: the sum of term(i) over 0 <= i < count, for every lane that is
+// `inside`. The warps share the terms; warp 0 adds theirs in order and gets the sum.
+template <class T, class F>
+__device__ __forceinline__ T sum_over_warps(int64_t count, bool inside, F&& term) {
+  struct Sums {
+    T value[sum_warps][32];
+  };
+  auto& shared = static_shared<Sums>();
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  T sum = 0;
+  if (inside)
+    for (int64_t i = warp; i < count; i += sum_warps) sum += term(i);
+  shared.value[warp][lane] = sum;
+  __syncthreads();
+  sum = 0;
+  if (warp == 0)
+    for (int w = 0; w < sum_warps; ++w) sum += shared.value[w][lane];
+  return sum;
+}
+
 }  // namespace mamba::cuda

@@ -49,6 +49,7 @@ struct Options {
   uint64_t seed = 0;  // 0: threads and blocks run in index order
 } options;
 MemoryChecker checker;
+thread_local bool busy = false;  // in a hook, which may use library functions that a kernel's file has left here with hooks in them
 std::mutex one_launch_at_a_time;
 std::atomic<uint64_t> launches, blocks, barriers, warp_operations, atomics;
 
@@ -224,7 +225,9 @@ void Worker::run_block(Launch &l, uint32_t linear) {
 
 // Called on a fiber, which is abandoned: kernels own nothing that needs a destructor.
 void Worker::fail(const std::string &message) {
+  busy = true;
   error_ = std::string(launch_->name) + ", block " + text(running().block) + ", thread " + text(running().thread) + ": " + message;
+  busy = false;
   yield();
   std::abort();
 }
@@ -315,7 +318,9 @@ std::byte *Worker::static_shared(const void *tag, size_t bytes, size_t alignment
 
 void Worker::check(const void *p, size_t bytes, bool write, bool atomic, bool aligned, const void *pc) {
   const Thread &t = running();
+  busy = true;
   const std::string error = checker.access(p, bytes, write, atomic, aligned, pc, {t.index, warps_[t.index / kWarp].epoch});
+  busy = false;
   if (!error.empty()) fail(error);
 }
 
@@ -327,7 +332,7 @@ void undefined(const SourceLocation &at, const char *what) {
   if (current) Worker::self().fail(what + site(at.file, int(at.line)));
 }
 void hook(const void *p, size_t bytes, bool write, bool aligned, const void *pc) {
-  if (current) Worker::self().check(p, bytes, write, false, aligned, pc);
+  if (current && !busy) Worker::self().check(p, bytes, write, false, aligned, pc);
 }
 
 }  // namespace
