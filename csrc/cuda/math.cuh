@@ -13,9 +13,15 @@ __device__ __forceinline__ T sigmoid(T x) {
   return quotient(x < 0 ? e : T(1), 1 + e);
 }
 
+// x y where a y that has become 0 wins, also over an infinite x
+template <class T>
+__device__ __forceinline__ T vanishing(T x, T y) {
+  return y == 0 ? T(0) : x * y;
+}
+
 template <class T>
 __device__ __forceinline__ T silu(T x) {
-  return x * sigmoid(x);
+  return vanishing(x, sigmoid(x));
 }
 
 template <class T>
@@ -27,7 +33,7 @@ struct WithSlope {
 template <class T>
 __device__ __forceinline__ WithSlope<T> silu_with_slope(T x) {
   const T e = exp_of(x < 0 ? x : -x), r = quotient(T(1), 1 + e), s = x < 0 ? e * r : r, rest = x < 0 ? r : e * r;
-  return {x * s, s * (1 + x * rest)};
+  return {vanishing(x, s), vanishing(1 + vanishing(x, rest), s)};
 }
 
 __device__ __forceinline__ float log_1p(float x) { return log1pf(x); }
