@@ -1,7 +1,7 @@
 """Builds mamba_ops/_C.so. The only file that knows compilers, architectures and instruction-set flags.
 
-csrc/schema.cpp and csrc/ops are compiled once, every file of csrc/cpu once per CPU level (see csrc/cpu/level.h). Objects are rebuilt when a file
-they include, or their command line, has changed.
+csrc/schema.cpp and csrc/ops are compiled once, every file of csrc/cpu once per CPU level (see csrc/cpu/level.h).
+Objects are rebuilt when a file they include, or their command line, has changed.
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ COMMON_FLAGS = [
 LEVEL_FLAGS = {
     "baseline": [],
     "avx2": ["-DMAMBA_CPU_AVX2=1", "-mavx2", "-mfma", "-mf16c"],
-    "avx512": ["-DMAMBA_CPU_AVX512=1", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
-    + ["-mprefer-vector-width=512"],
+    "avx512": [
+        "-DMAMBA_CPU_AVX512=1",
+        *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c", "-mprefer-vector-width=512"),
+    ],
 }
 
 
@@ -70,7 +72,7 @@ def torch_folder() -> Path:
         import torch
     except ImportError:
         raise SystemExit(
-            "mamba_ops: building needs PyTorch >= 2.10 importable; install torch first, or leave out --no-build-isolation"
+            "mamba_ops: building needs PyTorch >= 2.10; install torch first, or leave out --no-build-isolation"
         ) from None
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version < TORCH_TARGET:

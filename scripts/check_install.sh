@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Checks every way to install, each in a fresh virtual environment: wheel, in place, isolated build; prints the time each took.
+# Checks every way to install (reports B02 and B10), each in a fresh virtual environment and without nvcc on the path: wheel, in place,
+# isolated build; prints the time each took.
 # Then that a missing, truncated and foreign library is answered with one sentence. Takes several minutes: not part of the tests.
 # MAMBA_OPS_OTHER_TORCH (for example torch==2.14.1) also runs the wheel's operator tests under that release.
 set -euo pipefail
@@ -8,6 +9,8 @@ checkout=$PWD
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 torch=${MAMBA_OPS_TORCH:-torch==2.13.0}
+PATH=$(tr ':' '\n' <<< "$PATH" | while read -r folder; do [ -x "$folder/nvcc" ] || printf '%s:' "$folder"; done)
+command -v nvcc && { echo "nvcc is still on the path"; exit 1; }
 
 fresh() { python3 -m venv "$work/$1" && "$work/$1/bin/pip" install -q --upgrade pip; }
 timed() {

@@ -14,7 +14,7 @@ LEVELS = ("baseline", "avx2", "avx512")
 
 
 def equal_runs(first, second):
-    """Bit-identical outputs and gradients of two testing.run_with_gradients results; both with the same memory layout."""
+    """Whether two results of testing.run_with_gradients are bit-identical, outputs in the same memory layout."""
     same = all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(first[0], second[0]))
     return same and all(torch.equal(first[2][name], second[2][name]) for name in second[2])
 

@@ -231,9 +231,9 @@ template <class V>
 MAMBA_INLINE V exp_minus(V z) {
   const V x = min(broadcast(87.0f), z);
   const Rounded<V> n = round_nearest(x * -0x1.715476p0f);
-  const V r = (-x - n.value * 0x1.62e4p-1f) - n.value * 0x1.7f7d1cp-20f;
-  const V q = polynomial(r, 0x1.6a4f68p-10f, 0x1.123982p-7f, 0x1.5558aep-5f, 0x1.555492p-3f, 0x1.fffffcp-2f);
-  const V fraction = (r * r * q + r) + 1.0f;
+  V r = x * -0x1.715476p0f - n.value;
+  r = r + x * -0x1.4ae0cp-26f;
+  const V fraction = exp2_fraction(r);
   return bit_cast<V>(bit_cast<IntVec<float>>(fraction) + (bit_cast<IntVec<float>>(n.shifted) << 23));
 }
 

@@ -26,7 +26,8 @@ int lanes_in(int64_t block, int64_t rows) {
 
 // `Rows` rows of a matrix times `Batch` vectors (x, zero-padded to whole vectors): sums[j * width + r] holds the lane sums of row r, vector
 // j.
-template <int Rows, int Batch, class S>
+// `Ahead`: ask for the rows of the next block meanwhile.
+template <int Rows, int Batch, bool Ahead, class S>
 MAMBA_INLINE void multiply(const S* weights, int64_t columns, const float* x, int64_t x_stride, V* sums) {
   V total[Rows][Batch];
   for (int r = 0; r < Rows; ++r)
@@ -38,6 +39,7 @@ MAMBA_INLINE void multiply(const S* weights, int64_t columns, const float* x, in
 #pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r) {
       const V w = load_as<float>(weights + r * columns + k);
+      if (Ahead && k * sizeof(S) % 64 == 0) __builtin_prefetch(weights + (r + width) * columns + k, 0, 2);
 #pragma GCC unroll 4
       for (int j = 0; j < Batch; ++j) total[r][j] += w * in[j];
     }
@@ -82,8 +84,14 @@ void multiply_block(const S* weights, int64_t columns, int lanes, const float* x
   for (; b + tile_batch <= batch; b += tile_batch) {
     int r = 0;
     constexpr int rows = width >= 16 ? 4 : 2;
-    for (; r + rows <= lanes; r += rows) multiply<rows, tile_batch>(weights + r * columns, columns, x + b * x_stride, x_stride, sums + r);
-    for (; r < lanes; ++r) multiply<1, tile_batch>(weights + r * columns, columns, x + b * x_stride, x_stride, sums + r);
+    const float* in = x + b * x_stride;
+    for (; r + rows <= lanes; r += rows) {
+      if (b == 0)
+        multiply<rows, tile_batch, true>(weights + r * columns, columns, in, x_stride, sums + r);
+      else
+        multiply<rows, tile_batch, false>(weights + r * columns, columns, in, x_stride, sums + r);
+    }
+    for (; r < lanes; ++r) multiply<1, tile_batch, false>(weights + r * columns, columns, in, x_stride, sums + r);
     for (int j = 0; j < tile_batch; ++j) {
       V row[width];
       for (int i = 0; i < width; ++i) row[i] = i < lanes ? sums[j * width + i] : zero<float>();

@@ -26,21 +26,26 @@ inline void parallel_for(int64_t count, const F& body, int64_t serial = 1) {
       count, [](void* context, int64_t begin, int64_t end) { (*static_cast<const F*>(context))(begin, end); }, const_cast<F*>(&body));
 }
 
-// Uninitialised, 64-byte aligned memory for `count` objects of a trivial type.
+// Uninitialised, 64-byte aligned memory for `count` objects of a trivial type; a little of it comes without an allocation.
 template <class T>
 class Scratch {
  public:
-  explicit Scratch(int64_t count)
-      : data_(count > 0 ? static_cast<T*>(std::aligned_alloc(64, (count * sizeof(T) + 63) / 64 * 64)) : nullptr) {
-    if (count > 0 && !data_) throw std::bad_alloc();
+  explicit Scratch(int64_t count) {
+    if (count <= 0) return;  // get() is null
+    const size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
+    data_ = static_cast<T*>(bytes <= sizeof little_ ? static_cast<void*>(little_) : std::aligned_alloc(64, bytes));
+    if (!data_) throw std::bad_alloc();
   }
-  ~Scratch() { std::free(data_); }
+  ~Scratch() {
+    if (static_cast<void*>(data_) != little_) std::free(data_);
+  }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
   T* get() const { return data_; }
 
  private:
-  T* data_;
+  alignas(64) unsigned char little_[4096];
+  T* data_ = nullptr;
 };
 
 }  // namespace MAMBA_CPU_LEVEL

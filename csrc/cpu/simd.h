@@ -333,7 +333,11 @@ MAMBA_INLINE void store_scalar(S* to, T from) {
 // Lane i of the result is lane At::at(i) of the concatenation (a, b).
 template <class At, class V, std::size_t... I>
 MAMBA_INLINE V shuffle(V a, V b, std::index_sequence<I...>) {
+#if __has_builtin(__builtin_shufflevector)
   return __builtin_shufflevector(a, b, At::at(static_cast<int>(I))...);
+#else  // GCC 11
+  return __builtin_shuffle(a, b, IntVec<Lane<V>>{At::at(static_cast<int>(I))...});
+#endif
 }
 
 template <class At, class V>

@@ -24,7 +24,14 @@ struct StorageLane<f16> {
 
 template <class V, class Half, std::size_t... I>
 MAMBA_INLINE V join(Half low, Half high, std::index_sequence<I...>) {
+#if __has_builtin(__builtin_shufflevector)
   return __builtin_shufflevector(low, high, static_cast<int>(I)...);
+#else  // GCC 11
+  V whole;
+  __builtin_memcpy(&whole, &low, sizeof low);
+  __builtin_memcpy(reinterpret_cast<char*>(&whole) + sizeof low, &high, sizeof high);
+  return whole;
+#endif
 }
 
 // `Rows` times of each of `lanes` channels, contiguous in time: vectors along time, transposed in registers. Rows is width or width / 2;

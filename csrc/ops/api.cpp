@@ -1,6 +1,5 @@
 #include "ops/api.h"
 
-#include <array>
 #include <sstream>
 
 #include "ops/check.h"
@@ -30,9 +29,8 @@ const char* dtype_name(ScalarType dtype) {
 }
 
 std::vector<int64_t> sizes_of(const Tensor& tensor) {
-  std::vector<int64_t> sizes(tensor.dim());
-  for (size_t axis = 0; axis < sizes.size(); ++axis) sizes[axis] = tensor.size(axis);
-  return sizes;
+  const auto sizes = tensor.sizes();
+  return {sizes.begin(), sizes.end()};
 }
 
 std::string shape_text(const Tensor& tensor) {
@@ -66,12 +64,27 @@ DType dtype_of(const Tensor& tensor) {
 
 ScalarType accumulate_type(ScalarType dtype) { return dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float; }
 
-Tensor empty(const Tensor& like, const std::vector<int64_t>& sizes, ScalarType dtype) {
-  Tensor tensor = torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(sizes.data(), sizes.size()), dtype);
+// The shim allocates without a dispatcher look-up by name, which costs a small op more than its kernel.
+Tensor empty_strided(const Tensor& like, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType dtype) {
+  int32_t device_type = 0, device_index = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device_index));
+  AtenTensorHandle handle = nullptr;
+  const auto dtype_code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype_code, device_type,
+                                                  device_index, &handle));
+  Tensor tensor(handle);
 #if MAMBA_EMULATED
   emulator::note_tensor(tensor, true);
 #endif
   return tensor;
+}
+
+Tensor empty(const Tensor& like, const std::vector<int64_t>& sizes, ScalarType dtype) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t axis = sizes.size(); axis-- > 0; stride *= sizes[axis] > 1 ? sizes[axis] : 1) strides[axis] = stride;
+  return empty_strided(like, sizes, strides, dtype);
 }
 
 Tensor empty_gradient(const Tensor& like, const OptionalTensor& argument) {
@@ -82,18 +95,15 @@ Tensor empty_gradient(const Tensor& like, const OptionalTensor& argument) {
 Tensor empty_sequence(const Tensor& like) {
   const int64_t batch = like.size(0), dim = like.size(1), seqlen = like.size(2);
   if (like.stride(1) != 1) return empty(like, {batch, dim, seqlen}, like.scalar_type());
-  return torch::stable::transpose(empty(like, {batch, seqlen, dim}, like.scalar_type()), 1, 2);
+  const int64_t row = dim > 1 ? dim : 1, sequence = row * (seqlen > 1 ? seqlen : 1);
+  return empty_strided(like, {batch, dim, seqlen}, {sequence, 1, row}, like.scalar_type());
 }
 
 void mark_mutated(const char* op, const char* name, const Tensor& tensor) {
-  // An in-place view op that changes nothing: autograd checks the tensor and raises its version counter.
-  if (tensor.dim() == 0) return;
-  std::array<StableIValue, 3> stack = {torch::stable::detail::from(tensor), torch::stable::detail::from(int64_t{0}),
-                                       torch::stable::detail::from(int64_t{0})};
-  if (torch_call_dispatcher("aten::transpose_", "", stack.data(), TORCH_ABI_VERSION))
-    fail(op, ": ", name, " is written in place, so it must not be a leaf that requires grad while grad mode is on; detach it or use ",
-         "torch.no_grad()");
-  torch::stable::detail::to<Tensor>(stack[0]);  // takes over the returned reference
+  // A copy of the tensor onto itself moves nothing; on the way autograd checks the tensor and raises its version counter.
+  if (aoti_torch_copy_(tensor.get(), tensor.get(), 0))
+    fail(op, ": ", name, " is written in place, so it must not be a leaf that requires grad while grad mode is on (detach it or use ",
+         "torch.no_grad()), nor an inference tensor outside inference mode");
 #if MAMBA_EMULATED
   emulator::note_mutated(tensor);
 #endif

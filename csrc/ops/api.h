@@ -50,7 +50,8 @@ inline View<N> view_of(const Tensor& tensor) {
   View<N> view;
   view.data = data_of(tensor);
   view.dtype = dtype_of(tensor);
-  for (int axis = 0; axis < N; ++axis) view.stride[axis] = tensor.stride(axis);
+  const auto strides = tensor.strides();
+  for (int axis = 0; axis < N; ++axis) view.stride[axis] = strides[axis];
   return view;
 }
 template <int N>

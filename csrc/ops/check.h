@@ -28,9 +28,9 @@ struct Size {
 class Checker {
  public:
   // `main` is the tensor whose dtype and device the others are compared with; `main_name` is what the op calls it.
-  Checker(const char* op, const char* main_name, const Tensor& main) : op_(op), main_name_(main_name), main_(main) {
-    if (!is_floating(main.scalar_type()))
-      fail(op, ": ", main_name, " must be float64, float32, bfloat16 or float16, got ", dtype_name(main.scalar_type()));
+  Checker(const char* op, const char* main_name, const Tensor& main)
+      : op_(op), main_name_(main_name), main_(main), dtype_(main.scalar_type()), device_(main.device()) {
+    if (!is_floating(dtype_)) fail(op, ": ", main_name, " must be float64, float32, bfloat16 or float16, got ", dtype_name(dtype_));
   }
 
   void dims(const char* name, const Tensor& tensor, int64_t required, const char* meaning) const {
@@ -38,9 +38,10 @@ class Checker {
   }
 
   void shape(const char* name, const Tensor& tensor, std::initializer_list<Size> sizes) const {
-    bool same = tensor.dim() == static_cast<int64_t>(sizes.size());
-    int64_t axis = 0;
-    for (const Size& size : sizes) same = same && tensor.size(axis++) == size.value;
+    const auto found = tensor.sizes();
+    bool same = found.size() == sizes.size();
+    size_t axis = 0;
+    for (const Size& size : sizes) same = same && found[axis++] == size.value;
     if (same) return;
     std::ostringstream names, values;
     const char* comma = "";
@@ -58,9 +59,8 @@ class Checker {
 
   // The argument is a sequence input: it must have the main input's dtype.
   void same_dtype(const char* name, const Tensor& tensor) const {
-    if (tensor.scalar_type() != main_.scalar_type())
-      fail(op_, ": ", name, " must have ", main_name_, "'s dtype ", dtype_name(main_.scalar_type()), ", got ",
-           dtype_name(tensor.scalar_type()));
+    if (tensor.scalar_type() != dtype_)
+      fail(op_, ": ", name, " must have ", main_name_, "'s dtype ", dtype_name(dtype_), ", got ", dtype_name(tensor.scalar_type()));
     device(name, tensor);
   }
   void same_dtype(const char* name, const std::optional<Tensor>& tensor) const {
@@ -85,7 +85,7 @@ class Checker {
   }
 
   void device(const char* name, const Tensor& tensor) const {
-    if (tensor.device() != main_.device())
+    if (tensor.device() != device_)
       fail(op_, ": ", name, " must be on ", main_name_, "'s device ", device_text(main_), ", got ", device_text(tensor));
   }
 
@@ -95,6 +95,8 @@ class Checker {
   const char* op_;
   const char* main_name_;
   const Tensor& main_;
+  const ScalarType dtype_;
+  const torch::stable::Device device_;
 };
 
 // Packed sequences: at most one of seq_idx (batch, seqlen) and cu_seqlens (num_sequences + 1,). Returns the leading size of the states.

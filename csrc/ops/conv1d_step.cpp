@@ -53,7 +53,8 @@ Params describe(const Checker& check, const Tensor& x, const Tensor& state, cons
   return p;
 }
 
-std::tuple<Tensor, Tensor> conv1d_step_fwd(Tensor x, Tensor conv_state, Tensor weight, OptionalTensor bias, std::string activation) {
+std::tuple<Tensor, Tensor> conv1d_step_fwd(const Tensor& x, const Tensor& conv_state, const Tensor& weight, const OptionalTensor& bias,
+                                           const std::string& activation) {
   const Checker check("conv1d_step", "x", x);
   auto p = describe<Conv1dStepFwd>(check, x, conv_state, weight, bias, activation, false);
   Tensor out = empty(x, sizes_of(x), x.scalar_type());
@@ -64,8 +65,8 @@ std::tuple<Tensor, Tensor> conv1d_step_fwd(Tensor x, Tensor conv_state, Tensor w
   return {out, new_state};
 }
 
-Tensor conv1d_step_(Tensor x, Tensor conv_state, Tensor weight, OptionalTensor bias, std::string activation, OptionalTensor cache_seqlens,
-                    OptionalTensor conv_state_indices) {
+Tensor conv1d_step_(const Tensor& x, const Tensor& conv_state, const Tensor& weight, const OptionalTensor& bias,
+                    const std::string& activation, const OptionalTensor& cache_seqlens, const OptionalTensor& conv_state_indices) {
   const Checker check("conv1d_step_", "x", x);
   auto p = describe<Conv1dStepFwd>(check, x, conv_state, weight, bias, activation, conv_state_indices.has_value());
   check.shape("cache_seqlens", cache_seqlens, {{"batch", p.batch}});
@@ -81,8 +82,9 @@ Tensor conv1d_step_(Tensor x, Tensor conv_state, Tensor weight, OptionalTensor b
   return out;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> conv1d_step_bwd(OptionalTensor dout, OptionalTensor dnew_state, Tensor x, Tensor conv_state,
-                                                           Tensor weight, OptionalTensor bias, std::string activation) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> conv1d_step_bwd(const OptionalTensor& dout, const OptionalTensor& dnew_state, const Tensor& x,
+                                                           const Tensor& conv_state, const Tensor& weight, const OptionalTensor& bias,
+                                                           const std::string& activation) {
   const Checker check("conv1d_step_bwd", "x", x);
   auto p = describe<Conv1dStepBwd>(check, x, conv_state, weight, bias, activation, false);
   if (dout && sizes_of(*dout) != sizes_of(x))
@@ -117,7 +119,8 @@ View<2> filter_view(const Checker& check, const char* name, const Tensor& tensor
   return view;
 }
 
-void conv1d_step_bwd_(Tensor d_y, Tensor state, Tensor weight, Tensor d_x, Tensor d_weight, OptionalTensor d_bias) {
+void conv1d_step_bwd_(const Tensor& d_y, const Tensor& state, const Tensor& weight, const Tensor& d_x, const Tensor& d_weight,
+                      const OptionalTensor& d_bias) {
   const Checker check("conv1d_step_bwd_", "d_y", d_y);
   Conv1dStepSeedBwd p{};
   const bool batched = d_y.dim() == 2;

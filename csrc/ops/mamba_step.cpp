@@ -11,8 +11,8 @@ void check_weights(const Checker& check, const char* name, const Tensor& weights
   if (!weights.is_contiguous()) fail(check.op(), ": ", name, " must be contiguous, got a strided tensor of shape ", shape_text(weights));
 }
 
-Tensor mamba_step_(Tensor hidden, Tensor conv_state, Tensor ssm_state, Tensor weights, Tensor parameters, int64_t d_conv, int64_t dt_rank,
-                   double eps, bool block) {
+Tensor mamba_step_(const Tensor& hidden, const Tensor& conv_state, const Tensor& ssm_state, const Tensor& weights, const Tensor& parameters,
+                   int64_t d_conv, int64_t dt_rank, double eps, bool block) {
   const Checker check("mamba_step_", "hidden", hidden);
   check.dims("hidden", hidden, 2, "(batch, d_model)");
   check.dims("conv_state", conv_state, 4, "(n_layer, batch, d_inner, state_len)");
@@ -58,7 +58,7 @@ Tensor mamba_step_(Tensor hidden, Tensor conv_state, Tensor ssm_state, Tensor we
   return out;
 }
 
-Tensor mamba_step_logits(Tensor hidden, Tensor norm_weight, Tensor weight, double eps) {
+Tensor mamba_step_logits(const Tensor& hidden, const Tensor& norm_weight, const Tensor& weight, double eps) {
   const Checker check("mamba_step_logits", "hidden", hidden);
   check.dims("hidden", hidden, 2, "(batch, d_model)");
   check.dims("weight", weight, 2, "(vocab, d_model)");

@@ -78,8 +78,9 @@ bool describe(SelectiveStateUpdateInputs& p, const Checker& check, const Argumen
   return heads;
 }
 
-std::tuple<Tensor, Tensor> selective_state_update_fwd(Tensor state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, OptionalTensor D,
-                                                      OptionalTensor z, OptionalTensor dt_bias, bool dt_softplus) {
+std::tuple<Tensor, Tensor> selective_state_update_fwd(const Tensor& state, const Tensor& x, const Tensor& dt, const Tensor& A,
+                                                      const Tensor& B, const Tensor& C, const OptionalTensor& D, const OptionalTensor& z,
+                                                      const OptionalTensor& dt_bias, bool dt_softplus) {
   const Checker check("selective_state_update", "x", x);
   SelectiveStateUpdateFwd p{};
   const bool heads = describe(p, check, {state, x, dt, A, B, C, D, z, dt_bias}, dt_softplus, false);
@@ -91,8 +92,9 @@ std::tuple<Tensor, Tensor> selective_state_update_fwd(Tensor state, Tensor x, Te
   return {out, new_state};
 }
 
-Tensor selective_state_update_(Tensor state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, OptionalTensor D, OptionalTensor z,
-                               OptionalTensor dt_bias, bool dt_softplus, OptionalTensor state_batch_indices) {
+Tensor selective_state_update_(const Tensor& state, const Tensor& x, const Tensor& dt, const Tensor& A, const Tensor& B, const Tensor& C,
+                               const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& dt_bias, bool dt_softplus,
+                               const OptionalTensor& state_batch_indices) {
   const Checker check("selective_state_update_", "x", x);
   SelectiveStateUpdateFwd p{};
   const bool heads = describe(p, check, {state, x, dt, A, B, C, D, z, dt_bias}, dt_softplus, state_batch_indices.has_value());
@@ -107,8 +109,8 @@ Tensor selective_state_update_(Tensor state, Tensor x, Tensor dt, Tensor A, Tens
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> selective_state_update_bwd(
-    OptionalTensor dout, OptionalTensor dnew_state, Tensor state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, OptionalTensor D,
-    OptionalTensor z, OptionalTensor dt_bias, bool dt_softplus) {
+    const OptionalTensor& dout, const OptionalTensor& dnew_state, const Tensor& state, const Tensor& x, const Tensor& dt, const Tensor& A,
+    const Tensor& B, const Tensor& C, const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& dt_bias, bool dt_softplus) {
   const Checker check("selective_state_update_bwd", "x", x);
   SelectiveStateUpdateBwd p{};
   const bool heads = describe(p, check, {state, x, dt, A, B, C, D, z, dt_bias}, dt_softplus, false);

@@ -20,8 +20,8 @@ def conv1d_step(
     r"""Convolve the next sample (or samples) with the past ones in the cache; returns the new cache, changes nothing.
 
     .. math::
-        s' &= \text{the last state\_len columns of } [\mathrm{conv\_state}, x] \\
-        p &= \mathrm{bias} + \sum_{k=0}^{\mathrm{width}-1} \mathrm{weight}_k \, s'_{\mathrm{state\_len}-\mathrm{width}+k} \\
+        s &= [\mathrm{conv\_state}, x]; \quad \mathrm{new\_state} = \text{its last state\_len columns} \\
+        p &= \mathrm{bias} + \textstyle\sum_{k=1}^{\mathrm{width}} \mathrm{weight}[-k] \, s[-k] \\
         \mathrm{out} &= p \text{, or } p \, \sigma(p) \text{ with activation "silu"}
 
     Args:
@@ -82,7 +82,7 @@ def conv1d_step_(
         conv_state: (batch, dim, state_len), or (entries, dim, state_len) with `conv_state_indices`; written in place.
         cache_seqlens: (batch,), int32 or int64: the cache is circular, the next sample of row b goes to column
             cache_seqlens[b] % state_len, and the sample j steps back stands j columns before.
-        conv_state_indices: (batch,), int32 or int64: row b uses entry conv_state_indices[b]. A negative index is padding:
+        conv_state_indices: (batch,), int32 or int64: row b uses entry conv_state_indices[b]. A negative one is padding:
             out is 0 and no entry is touched. Two rows with one index: undefined.
 
     Returns:
@@ -108,7 +108,7 @@ def conv1d_step_(
     name = activation_name("conv1d_step_", activation)
     if torch.is_grad_enabled():
         refuse_gradients("conv1d_step_", x=x, conv_state=conv_state, weight=weight, bias=bias)
-    return torch.ops.mamba.conv1d_step_(x, conv_state, weight, bias, name, cache_seqlens, conv_state_indices)
+    return torch.ops.mamba.conv1d_step_.default(x, conv_state, weight, bias, name, cache_seqlens, conv_state_indices)
 
 
 def _check(check, x, conv_state, weight, bias, activation, any_entries=False):

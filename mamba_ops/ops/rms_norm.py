@@ -38,7 +38,7 @@ def rms_norm(
         eps: added to the mean of squares, inside the root; positive.
         group_size: columns a group; divides dim. Default: one group of dim columns.
         norm_before_gate: whether the gate multiplies the normalised row, or the row before the norm.
-        residual_in_fp32: return the sum x + residual in float32 (float64 for float64 input) instead of residual's dtype.
+        residual_in_fp32: return x + residual in float32 (float64 for float64 input), not in residual's dtype.
 
     Returns:
         out: x's shape and dtype, contiguous.

@@ -34,8 +34,8 @@ def selective_scan(
         \mathrm{out}_t &= y_t \cdot \mathrm{silu}(z_t)
 
     Args:
-        u: (batch, dim, seqlen); float64, float32, bfloat16 or float16. Any strides; the memory layouts (batch, dim, seqlen)
-            and (batch, seqlen, dim) are the fast ones.
+        u: (batch, dim, seqlen); float64, float32, bfloat16 or float16. Any strides; memory in the order
+            (batch, dim, seqlen) or (batch, seqlen, dim) is fast.
         delta: u's shape and dtype: step size, in units of time, before bias and softplus.
         A: (dim, dstate), any of these dtypes: decay rate, per unit of time. Keep it float32 in half precision.
         B: input projection: constant (dim, dstate); shared (batch, dstate, seqlen) or grouped (batch, ngroups, dstate,

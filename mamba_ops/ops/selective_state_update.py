@@ -29,7 +29,8 @@ def selective_state_update(
         \mathrm{out} &= (\textstyle\sum_n C[n] \, \mathrm{state}'[n] + D x) \cdot \mathrm{silu}(z)
 
     Args:
-        state: (batch, dim, dstate), or with heads (batch, nheads, headdim, dstate); float64, float32, bfloat16 or float16.
+        state: (batch, dim, dstate), or with heads (batch, nheads, headdim, dstate); float64, float32, bfloat16 or
+            float16.
         x: (batch, dim), or (batch, nheads, headdim); any of these dtypes.
         dt: x's shape and dtype: step size, in units of time, before bias and softplus. May be expanded over headdim.
         A: (dim, dstate), or (nheads, headdim, dstate): decay rate, per unit of time. May be expanded (stride 0): one
@@ -89,8 +90,8 @@ def selective_state_update_(
         state: as in `selective_state_update`, written in place (rounded to its dtype); (entries, …) with
             `state_batch_indices`.
         x, dt, A, B, C, D, z, dt_bias, dt_softplus: as in `selective_state_update`.
-        state_batch_indices: (batch,), int32 or int64: row b uses entry state_batch_indices[b]. A negative index is padding:
-            out is 0 and no entry is touched. Two rows with one index: undefined.
+        state_batch_indices: (batch,), int32 or int64: row b uses entry state_batch_indices[b]. A negative one is
+            padding: out is 0 and no entry is touched. Two rows with one index: undefined.
 
     Returns:
         out: x's shape and dtype, contiguous.
@@ -113,7 +114,7 @@ def selective_state_update_(
     if torch.is_grad_enabled():
         tensors = dict(state=state, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
         refuse_gradients("selective_state_update_", **tensors)
-    return torch.ops.mamba.selective_state_update_(
+    return torch.ops.mamba.selective_state_update_.default(
         state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices
     )
 

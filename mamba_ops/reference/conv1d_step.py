@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 
 def conv1d_step(x, conv_state, weight, bias=None, *, activation=None):
-    """out[t] = bias + sum_k weight[k] s[t + k + state_len - width + 1] over s = [conv_state, x], then SiLU if asked for.
+    """out[t] = bias + sum_k weight[k] s[t + k + state_len - width + 1] over s = [conv_state, x], then maybe SiLU.
 
     Returns (out, new_state): new_state is the last state_len columns of s. x (batch, dim) or (batch, dim, seqlen);
     conv_state (batch, dim, state_len), state_len >= width - 1; weight (dim, width); bias (dim).
@@ -15,8 +15,8 @@ def conv1d_step(x, conv_state, weight, bias=None, *, activation=None):
     present = x[..., None] if x.dim() == 2 else x
     samples = torch.cat([conv_state.to(acc), present.to(acc)], dim=2)
     first = state_len - width + 1
-    taps = [samples[..., first + k : first + k + present.shape[2]] * weight[:, k, None].to(acc) for k in range(width)]
-    out = sum(taps)
+    seqlen = present.shape[2]
+    out = sum(samples[..., first + k : first + k + seqlen] * weight[:, k, None].to(acc) for k in range(width))
     if bias is not None:
         out = out + bias.to(acc)[:, None]
     if activation is not None:
@@ -28,7 +28,7 @@ def conv1d_step(x, conv_state, weight, bias=None, *, activation=None):
 def conv1d_step_(x, conv_state, weight, bias=None, *, activation=None, cache_seqlens=None, conv_state_indices=None):
     """The same in place. Row b uses cache entry conv_state_indices[b] (none if negative: out is 0).
 
-    With cache_seqlens the cache is circular: the sample j steps back stands in column (cache_seqlens[b] - j) % state_len.
+    With cache_seqlens the cache is circular: the sample j steps back is in column (cache_seqlens[b] - j) % state_len.
     """
     out = torch.zeros_like(x)
     state_len = conv_state.shape[2]
@@ -57,7 +57,7 @@ def example_inputs(
     bias=True,
     activation="silu",
 ):
-    """Small random arguments for conv1d_step; state_len defaults to width - 1, seqlen None is one token without axis."""
+    """Small random arguments for conv1d_step; state_len defaults to width - 1, seqlen None is one token."""
 
     def normal(*shape):
         return torch.randn(shape, dtype=torch.float64, generator=generator).to(device=device, dtype=dtype)

@@ -96,6 +96,7 @@ def test_odd_widths(d_model):
 
 
 def test_bias_gradients_have_the_shape_of_the_biases():
+    """B32."""
     layer = Mamba(6, bias=True)
     upstream = torch.randn(2, 5, 6)
     layer(torch.randn(2, 5, 6)).backward(upstream)
@@ -196,7 +197,7 @@ def test_packed_equals_separate(dtype, packing):
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_trailing_padding_is_never_used(bias):
-    """Also with NaN there, in the input and in the upstream gradient."""
+    """B68: also with NaN there, in the input and in the upstream gradient."""
     layer = Mamba(6, d_state=3, bias=bias, dtype=torch.float64)
     cu_seqlens = torch.tensor([0, 9, 9, 20, 37])
     hidden = torch.randn(1, 128, 6, dtype=torch.float64)
@@ -323,8 +324,3 @@ def test_wrong_forward_arguments(arguments, text):
     with pytest.raises(ValueError) as error:
         Mamba(8)(**tensors)
     assert str(error.value) == f"Mamba: {text}"
-
-
-def test_inference_params_are_refused():
-    with pytest.raises(NotImplementedError, match="inference_params must be None"):
-        Mamba(8)(torch.zeros(1, 2, 8), inference_params=object())

@@ -283,6 +283,7 @@ def resident_bytes():
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
 def test_memory_stays_flat_over_500_steps():
+    """B103."""
     layer = Mamba(16, d_state=4)
     optimizer = torch.optim.AdamW(layer.parameters())
     hidden = torch.randn(4, 64, 16)

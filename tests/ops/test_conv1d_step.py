@@ -61,7 +61,9 @@ def test_zero_sizes(backend, batch, dim, seqlen):
 
 def test_parameters_and_states_of_other_dtypes(backend):
     inputs = example_inputs(dtype=torch.bfloat16)
-    inputs.update(weight=inputs["weight"].float(), bias=inputs["bias"].double(), conv_state=inputs["conv_state"].float())
+    inputs.update(
+        weight=inputs["weight"].float(), bias=inputs["bias"].double(), conv_state=inputs["conv_state"].float()
+    )
     out, new_state = call(backend)(**inputs)
     assert (out.dtype, new_state.dtype) == (torch.bfloat16, torch.float32)
     testing.check_values(call(backend), inputs, reference.conv1d_step, rtol=2e-2, gradient_rtol=2e-2)
@@ -116,6 +118,16 @@ def test_twice_from_clones_and_twice_from_one_buffer(backend):
     call_(backend)(**{**inputs, "conv_state": state})
     second = call_(backend)(**{**inputs, "conv_state": state})
     assert torch.equal(second, call(backend)(**{**inputs, "conv_state": new_state})[0])
+
+
+@pytest.mark.parametrize("seqlen", [1, 2, 3, 5])
+def test_old_and_new_cache_are_separate(backend, seqlen):
+    """B80: chunks shorter than the filter read one cache and write another; the one read stays as it was."""
+    inputs = example_inputs(dim=18, seqlen=seqlen, state_len=4)
+    before = inputs["conv_state"].clone()
+    _, new_state = call(backend)(**inputs)
+    assert torch.equal(inputs["conv_state"], before)
+    assert torch.equal(new_state, torch.cat([before, inputs["x"]], 2)[..., seqlen:])
 
 
 # ---- agrees with the sequence operator, and with the test vectors ----
@@ -323,7 +335,10 @@ def test_autocast(backend):
     "change, text",
     [
         (dict(x=torch.ones(3)), r"x must have shape \(batch, dim\) or \(batch, dim, seqlen\), got \(3,\)"),
-        (dict(conv_state=torch.ones(3, 5, 2)), r"conv_state must hold at least width - 1 = 3 samples, got shape \(3, 5, 2\)"),
+        (
+            dict(conv_state=torch.ones(3, 5, 2)),
+            r"conv_state must hold at least width - 1 = 3 samples, got shape \(3, 5, 2\)",
+        ),
         (dict(conv_state=torch.ones(2, 5, 3)), r"conv_state must have shape \(batch, dim, state_len\) = \(3, 5, 3\)"),
         (dict(weight=torch.ones(4, 4)), r"weight must have shape \(dim, width\) = \(5, 4\), got \(4, 4\)"),
         (dict(bias=torch.ones(4)), r"bias must have shape \(dim,\) = \(5,\), got \(4,\)"),

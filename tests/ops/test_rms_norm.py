@@ -58,7 +58,7 @@ def test_every_subset_of_optional_arguments(backend, dtype, subset):
 @pytest.mark.parametrize("shape, dim", [((0,), 5), ((3, 0, 2), 5), ((4,), 0), ((0,), 0)])
 def test_zero_sizes(backend, shape, dim):
     inputs = example_inputs(shape=shape, dim=dim)
-    out, upstream, gradients = testing.run_with_gradients(call(backend), inputs)
+    out, _, gradients = testing.run_with_gradients(call(backend), inputs)
     assert out[0].shape == (*shape, dim)
     assert out[1].shape == (*shape, dim)
     assert out[2].shape == shape

@@ -320,7 +320,8 @@ import torch
 from mamba_ops import selective_scan, testing
 from mamba_ops.reference.selective_scan import example_inputs, selective_scan as reference
 for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-    for options in (dict(dim=1, dstate=1, ngroups=1), dict(dim=37, dstate=16, ngroups=1), dict(dim=40, dstate=19, seqlen=33)):
+    one = dict(ngroups=1)
+    for options in (dict(dim=1, dstate=1, **one), dict(dim=37, dstate=16, **one), dict(dim=40, dstate=19, seqlen=33)):
         for packing in (None, "seq_idx", "cu_seqlens"):
             testing.check_values(selective_scan, example_inputs(dtype=dtype, packing=packing, **options), reference)
     last = example_inputs(dtype=dtype, dim=34, seqlen=20)

@@ -47,7 +47,7 @@ def subset_id(subset):
 @pytest.mark.parametrize("nheads, ngroups", [(None, 1), (1, 1), (4, 2), (6, 3), (4, 4)])
 @pytest.mark.parametrize("subset", SUBSETS, ids=subset_id)
 def test_every_subset_of_optional_arguments(backend, dtype, nheads, ngroups, subset):
-    """B33, B85: head h uses group h // (nheads / ngroups); each of D, z, dt_bias absent on its own."""
+    """B33, B83, B85: D is per channel; head h uses group h // (nheads / ngroups); each option absent on its own."""
     for softplus in (False, True):
         inputs = example_inputs(dtype=dtype, nheads=nheads, ngroups=ngroups, dt_softplus=softplus, **subset)
         testing.check_values(call(backend), inputs, reference.selective_state_update)
@@ -76,9 +76,11 @@ def test_very_many_rows_and_channels(backend):
 
 
 def test_tied_parameters(backend):
-    """Compact dt, A, D and dt_bias, expanded over headdim and dstate with stride 0; gradients of the compact tensors."""
+    """Compact dt, A, D, dt_bias, expanded over headdim and dstate with stride 0; gradients of the compact ones."""
     inputs = example_inputs(dtype=torch.float64)
-    compact = dict(dt=inputs["dt"][..., 0], A=inputs["A"][:, 0, 0], D=inputs["D"][:, 0], dt_bias=inputs["dt_bias"][:, 0])
+    compact = dict(
+        dt=inputs["dt"][..., 0], A=inputs["A"][:, 0, 0], D=inputs["D"][:, 0], dt_bias=inputs["dt_bias"][:, 0]
+    )
 
     def expanded(function, copy):
         def run(dt, A, D, dt_bias, **rest):
@@ -313,7 +315,10 @@ def test_autocast(backend):
     "change, text",
     [
         (dict(x=torch.ones(3)), r"x must have shape \(batch, dim\) or \(batch, nheads, headdim\), got \(3,\)"),
-        (dict(state=torch.ones(3, 20, 6)), r"state must have shape \(batch, nheads, headdim, dstate\), got \(3, 20, 6\)"),
+        (
+            dict(state=torch.ones(3, 20, 6)),
+            r"state must have shape \(batch, nheads, headdim, dstate\), got \(3, 20, 6\)",
+        ),
         (dict(state=torch.ones(2, 4, 5, 6)), r"state must have shape .* = \(3, 4, 5, 6\), got \(2, 4, 5, 6\)"),
         (dict(dt=torch.ones(3, 4)), r"dt must have shape \(batch, nheads, headdim\) = \(3, 4, 5\), got \(3, 4\)"),
         (dict(A=torch.ones(4, 6)), r"A must have shape \(nheads, headdim, dstate\) = \(4, 5, 6\), got \(4, 6\)"),
