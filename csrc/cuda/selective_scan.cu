@@ -34,24 +34,28 @@ __global__ void __launch_bounds__(scan_threads)
   using T = Accumulate<S>;
   struct Shared {
     ScanSegments segments;
+    ScanParameters<T> parameters;
   };
-  ScanSegments& segments = static_shared<Shared>().segments;
+  auto& shared = static_shared<Shared>();
+  ScanSegments& segments = shared.segments;
   const ForwardTile<T> tile(plan);
   const ScanPlace at(p, plan);
   const int64_t saved = split_offset(p, plan, at.b, at.split, at.channel), chunks = (p.seqlen + selective_scan_chunk - 1) / selective_scan_chunk;
   T* const chunk_states = static_cast<T*>(p.chunk_states);
   T h[scan_held] = {}, A[scan_held] = {}, B[scan_held] = {}, C[scan_held] = {}, decay_sum = 0;
   bool reset = false;  // a segment starts within this split
+  shared.parameters.fill(p, at);
+  __syncthreads();
   for (int64_t begin = at.begin; begin < at.end; begin += plan.tile) {
     const int rows = int(smaller(plan.tile, at.end - begin));
     fill_segments(segments, p, at.b, begin, rows);
     each_element(p.u, rows, at.count, [&](int t, int slot) {
       const int64_t channel = at.first_channel + slot;
       const T u = to_number(*p.u.template at<S>(at.b, channel, begin + t));
-      const T delta = load_delta<S>(p, at.b, channel, begin + t, parameter_at<T>(p.delta_bias, channel));
+      const T delta = load_delta<S>(p, at.b, channel, begin + t, shared.parameters.delta_bias[slot]);
       tile.delta[t * tile.pitch + slot] = delta;
       tile.delta_u[t * tile.pitch + slot] = delta * u;
-      if (!summary) tile.y[t * tile.pitch + slot] = parameter_at<T>(p.D, channel) * u;
+      if (!summary) tile.y[t * tile.pitch + slot] = shared.parameters.D[slot] * u;
     });
     __syncthreads();
     const int valid = segments.valid;
@@ -157,8 +161,15 @@ void forward(const SelectiveScanFwd& p, const Context& context) {
 
 void selective_scan_fwd(const SelectiveScanFwd& p, const Context& context) {
   if (p.batch == 0 || p.dim == 0) return;
-  pass_through(p, p.initial_state, p.last_state, context);
-  dispatch_floating(p.u.dtype, [&](auto tag) { forward<typename decltype(tag)::type>(p, context); });
+  dispatch_floating(p.u.dtype, [&](auto tag) {
+    using S = typename decltype(tag)::type;
+    SelectiveScanFwd dense = p;
+    dense.initial_state = dense_input<Accumulate<S>>(p, p.initial_state, context);
+    dense.last_state = as_dense<Accumulate<S>>(p, p.last_state, context);
+    pass_through(dense, dense.initial_state, dense.last_state, context);
+    forward<S>(dense, context);
+    if (dense.last_state.data != p.last_state.data) copy_states(p, dense.last_state, p.last_state, false, context);
+  });
 }
 
 }  // namespace mamba::cuda

@@ -122,15 +122,16 @@ __device__ __forceinline__ void fill_segments(ScanSegments& segments, const Sele
 template <class T>
 using States = T[scan_held];
 
-// 4 states from n on of a (.., dim, dstate) tensor; states that there are not are 0.
+// The kernels see states as dense (rows, dim, dstate) tensors of the accumulation type; `as_dense` makes them so. 4 states from n on; states
+// that there are not are 0.
 template <class T>
-__device__ __forceinline__ void load_states(States<T>& out, const View<3>& view, int64_t index, int64_t channel, int64_t n, int64_t dstate) {
-  load_items(out, view.data, view.dtype, view.offset(index, channel, n), view.stride[2], dstate - n);
+__device__ __forceinline__ void load_states(States<T>& out, const View<3>& view, int64_t row, int64_t channel, int64_t n, int64_t dstate) {
+  load_items(out, view.template at<T>(row, channel, n), 1, 0, dstate - n);
 }
 template <class T>
-__device__ __forceinline__ void store_states(const States<T>& in, const View<3>& view, int64_t index, int64_t channel, int64_t n,
+__device__ __forceinline__ void store_states(const States<T>& in, const View<3>& view, int64_t row, int64_t channel, int64_t n,
                                              int64_t dstate) {
-  store_items(view.data, view.dtype, view.offset(index, channel, n), in, view.stride[2], dstate - n);
+  store_items(view.template at<T>(row, channel, n), in, 1, 0, dstate - n);
 }
 
 // What enters a segment.
@@ -192,10 +193,18 @@ __device__ __forceinline__ T load_delta(const SelectiveScanInputs& p, int64_t b,
   return p.delta_softplus ? softplus(e) : e;
 }
 
+// D and delta_bias of the block's channels, in shared memory.
 template <class T>
-__device__ __forceinline__ T parameter_at(const View<1>& view, int64_t channel) {
-  return view ? load_at<T>(view, channel) : T(0);
-}
+struct ScanParameters {
+  T D[scan_threads], delta_bias[scan_threads];
+
+  __device__ __forceinline__ void fill(const SelectiveScanInputs& p, const ScanPlace& at) {
+    const int slot = threadIdx.x;
+    if (slot >= at.count) return;
+    D[slot] = p.D ? load_at<T>(p.D, at.first_channel + slot) : T(0);
+    delta_bias[slot] = p.delta_bias ? load_at<T>(p.delta_bias, at.first_channel + slot) : T(0);
+  }
+};
 
 // ---- combining splits ----
 
@@ -227,20 +236,49 @@ __global__ void __launch_bounds__(scan_threads)
 
 inline int64_t scan_blocks_for(int64_t count) { return (count + scan_threads - 1) / scan_threads; }
 
-// States of sequences without a token only pass through: to[index] = from[index], or 0.
-__global__ void __launch_bounds__(scan_threads) inline pass_through_kernel(const SelectiveScanInputs p, const View<3> from, const View<3> to) {
+// ---- states of any dtype and strides ----
+
+inline int64_t state_rows(const SelectiveScanInputs& p) { return p.cu_seqlens ? p.num_sequences : p.batch; }
+
+// to = from, or 0; `empty_only`: for sequences without a token, whose state only passes through.
+__global__ void __launch_bounds__(scan_threads) inline copy_states_kernel(const SelectiveScanInputs p, const View<3> from, const View<3> to,
+                                                                          int64_t count, bool empty_only) {
   const int64_t index = int64_t(blockIdx.x) * scan_threads + threadIdx.x;
-  const int64_t rows = p.cu_seqlens ? p.num_sequences : p.batch;
-  if (index >= rows * p.dim * p.dstate) return;
+  if (index >= count) return;
   const int64_t n = index % p.dstate, channel = index / p.dstate % p.dim, row = index / p.dstate / p.dim;
-  if (p.cu_seqlens ? load_index(p.cu_seqlens, row) != load_index(p.cu_seqlens, row + 1) : p.seqlen > 0) return;
+  if (empty_only && (p.cu_seqlens ? load_index(p.cu_seqlens, row) != load_index(p.cu_seqlens, row + 1) : p.seqlen > 0)) return;
   store_at(to, from ? load_at<double>(from, row, channel, n) : 0.0, row, channel, n);
 }
 
+inline void copy_states(const SelectiveScanInputs& p, const View<3>& from, const View<3>& to, bool empty_only, const Context& context) {
+  const int64_t count = state_rows(p) * p.dim * p.dstate;
+  launch(context, "selective_scan_copy_states", copy_states_kernel, scan_blocks_for(count), scan_threads, 0, p, from, to, count, empty_only);
+}
+
 inline void pass_through(const SelectiveScanInputs& p, const View<3>& from, const View<3>& to, const Context& context) {
-  if (!to || (!p.cu_seqlens && p.seqlen > 0)) return;
-  const int64_t rows = p.cu_seqlens ? p.num_sequences : p.batch;
-  launch(context, "selective_scan_pass_through", pass_through_kernel, scan_blocks_for(rows * p.dim * p.dstate), scan_threads, 0, p, from, to);
+  if (to && (p.cu_seqlens || p.seqlen == 0)) copy_states(p, from, to, true, context);
+}
+
+// The view itself where it is dense and of type T, else one of scratch memory (not filled).
+template <class T>
+View<3> as_dense(const SelectiveScanInputs& p, const View<3>& view, const Context& context) {
+  View<3> dense;
+  if (!view) return dense;
+  dense.dtype = sizeof(T) == 8 ? DType::f64 : DType::f32;
+  dense.stride[0] = p.dim * p.dstate;
+  dense.stride[1] = p.dstate;
+  dense.stride[2] = 1;
+  bool same = view.dtype == dense.dtype;
+  const int64_t sizes[] = {state_rows(p), p.dim, p.dstate};
+  for (int axis = 0; axis < 3; ++axis) same = same && (sizes[axis] <= 1 || view.stride[axis] == dense.stride[axis]);
+  dense.data = same ? view.data : context.scratch<T>(state_rows(p) * p.dim * p.dstate);
+  return dense;
+}
+template <class T>
+View<3> dense_input(const SelectiveScanInputs& p, const View<3>& view, const Context& context) {
+  const View<3> dense = as_dense<T>(p, view, context);
+  if (dense.data != view.data) copy_states(p, view, dense, false, context);
+  return dense;
 }
 
 }  // namespace mamba::cuda

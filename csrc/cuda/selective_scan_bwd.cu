@@ -52,13 +52,13 @@ struct BackwardTile {
 // u, delta and gy of a tile; 0 where there is no token.
 template <class S, class T>
 __device__ __forceinline__ void load_tile(const BackwardTile<T>& tile, const SelectiveScanBwd& p, const ScanPlan& plan, const ScanPlace& at,
-                                          int64_t begin, int valid) {
+                                          const ScanParameters<T>& parameters, int64_t begin, int valid) {
   each_element(p.u, plan.tile, at.count, [&](int t, int slot) {
     const int64_t channel = at.first_channel + slot;
     T u = 0, delta = 0, gy = 0;
     if (t < valid) {
       u = to_number(*p.u.template at<S>(at.b, channel, begin + t));
-      delta = load_delta<S>(p, at.b, channel, begin + t, parameter_at<T>(p.delta_bias, channel));
+      delta = load_delta<S>(p, at.b, channel, begin + t, parameters.delta_bias[slot]);
       if (p.dout) {
         gy = to_number(*p.dout.template at<S>(at.b, channel, begin + t));
         if (p.z) gy *= silu(T(to_number(*p.z.template at<S>(at.b, channel, begin + t))));
@@ -101,21 +101,24 @@ __global__ void __launch_bounds__(scan_threads)
   using T = Accumulate<S>;
   struct Shared {
     ScanSegments segments;
+    ScanParameters<T> parameters;
   };
-  ScanSegments& segments = static_shared<Shared>().segments;
+  auto& shared = static_shared<Shared>();
+  ScanSegments& segments = shared.segments;
   const BackwardTile<T> tile(plan);
   const ScanPlace at(p, plan);
   const int64_t saved = split_offset(p, plan, at.b, at.split, at.channel);
   T g[scan_held] = {}, A[scan_held] = {}, C[scan_held] = {}, decay_sum = 0;
   bool reset = false;
   const int64_t tiles = (at.end - at.begin + plan.tile - 1) / plan.tile;
+  shared.parameters.fill(p, at);
   for (int64_t number = tiles - 1; number >= 0; --number) {
     const int64_t begin = at.begin + number * plan.tile;
     const int rows = int(smaller(plan.tile, at.end - begin));
     fill_segments(segments, p, at.b, begin, rows);
     __syncthreads();
     const int valid = segments.valid;
-    load_tile<S>(tile, p, plan, at, begin, valid);
+    load_tile<S>(tile, p, plan, at, shared.parameters, begin, valid);
     for (int64_t part = 0; part < plan.pieces; ++part) {
       const int64_t n0 = part * plan.piece, n = n0 + at.lane * scan_held;
       const bool first_tile = number == tiles - 1, live = at.inside && n < p.dstate;
@@ -177,7 +180,8 @@ __device__ __forceinline__ void scan_chunk(Held<T>& held, T (&h)[scan_held], con
                                            const ScanPlan& plan, const ScanPlace& at, const ScanSegments& segments, int row, int64_t n,
                                            bool live) {
   const T ln2 = T(0.69314718055994530942);  // A holds A log2(e)
-  T a[chunk][scan_held], w[chunk][scan_held];
+  constexpr bool keeps_a = sizeof(T) == 4;  // with f64 there are not enough registers: a is computed again
+  T a[keeps_a ? chunk : 1][scan_held], w[chunk][scan_held];
 #pragma unroll
   for (int k = 0; k < chunk; ++k) {
     const int t = row + k, i_tile = t * tile.pitch + at.slot;
@@ -192,8 +196,9 @@ __device__ __forceinline__ void scan_chunk(Held<T>& held, T (&h)[scan_held], con
     }
 #pragma unroll
     for (int i = 0; i < scan_held; ++i) {
-      a[k][i] = exp2_of(delta * held.A[i]);
-      w[k][i] = a[k][i] * h[i];
+      const T decay = exp2_of(delta * held.A[i]);
+      if constexpr (keeps_a) a[k][i] = decay;
+      w[k][i] = decay * h[i];
       h[i] = w[k][i] + delta * u * (p.B_varies ? b.v[i] : held.B[i]);
     }
   }
@@ -224,7 +229,7 @@ __device__ __forceinline__ void scan_chunk(Held<T>& held, T (&h)[scan_held], con
       held.dA[i] += lambda * delta * w[k][i];
       sums[i] = lambda * delta * u;
       sums[scan_held + i] = gy * state;
-      held.g[i] = a[k][i] * lambda;
+      held.g[i] = (keeps_a ? a[keeps_a ? k : 0][i] : exp2_of(delta * held.A[i])) * lambda;
     }
     if (token && segments.start[t] != scan_inside) {
       if (live && segments.start[t] >= 0 && p.dinitial_state)
@@ -304,6 +309,7 @@ __global__ void __launch_bounds__(scan_threads) backward_kernel(const SelectiveS
   using T = Accumulate<S>;
   struct Shared {
     ScanSegments segments;
+    ScanParameters<T> parameters;
     T dD[scan_threads], ddelta_bias[scan_threads];  // of the block's channels
   };
   auto& shared = static_shared<Shared>();
@@ -314,6 +320,7 @@ __global__ void __launch_bounds__(scan_threads) backward_kernel(const SelectiveS
   const int64_t chunks = (p.seqlen + chunk - 1) / chunk, tiles = (at.end - at.begin + plan.tile - 1) / plan.tile;
   const T* const chunk_states = static_cast<const T*>(p.chunk_states);
   Held<T> held;
+  shared.parameters.fill(p, at);
   shared.dD[threadIdx.x] = shared.ddelta_bias[threadIdx.x] = 0;
   for (int64_t number = tiles - 1; number >= 0; --number) {
     const int64_t begin = at.begin + number * plan.tile;
@@ -321,7 +328,7 @@ __global__ void __launch_bounds__(scan_threads) backward_kernel(const SelectiveS
     fill_segments(segments, p, at.b, begin, rows);
     __syncthreads();
     const int valid = segments.valid;
-    load_tile<S>(tile, p, plan, at, begin, valid);
+    load_tile<S>(tile, p, plan, at, shared.parameters, begin, valid);
     for (int64_t part = 0; part < plan.pieces; ++part) {
       const int64_t n0 = part * plan.piece, n = n0 + at.lane * scan_held;
       const bool first_tile = number == tiles - 1, live = at.inside && n < p.dstate;
@@ -349,11 +356,11 @@ __global__ void __launch_bounds__(scan_threads) backward_kernel(const SelectiveS
       const int i = t * tile.pitch + slot;
       T du = 0, ddelta = 0, dz = 0;
       if (t < valid) {
-        const T D = parameter_at<T>(p.D, channel), u = tile.u[i];
+        const T D = shared.parameters.D[slot], u = tile.u[i];
         du = D * tile.gy[i] + tile.delta[i] * tile.lambda_B[i];
         ddelta = u * tile.lambda_B[i] + tile.lambda_Aw[i];
         if (p.delta_softplus)
-          ddelta *= softplus_slope(T(to_number(*p.delta.template at<S>(at.b, channel, begin + t))) + parameter_at<T>(p.delta_bias, channel));
+          ddelta *= softplus_slope(T(to_number(*p.delta.template at<S>(at.b, channel, begin + t))) + shared.parameters.delta_bias[slot]);
         if (p.z && p.dout)
           dz = T(to_number(*p.dout.template at<S>(at.b, channel, begin + t))) * (tile.y[i] + D * u) *
                silu_with_slope(T(to_number(*p.z.template at<S>(at.b, channel, begin + t)))).slope;
@@ -454,8 +461,17 @@ void backward(const SelectiveScanBwd& p, const Context& context) {
 
 void selective_scan_bwd(const SelectiveScanBwd& p, const Context& context) {
   if (p.dim == 0) return;
-  pass_through(p, p.dlast_state, p.dinitial_state, context);
-  dispatch_floating(p.u.dtype, [&](auto tag) { backward<typename decltype(tag)::type>(p, context); });
+  dispatch_floating(p.u.dtype, [&](auto tag) {
+    using S = typename decltype(tag)::type;
+    using T = Accumulate<S>;
+    SelectiveScanBwd dense = p;
+    dense.initial_state = dense_input<T>(p, p.initial_state, context);
+    dense.dlast_state = dense_input<T>(p, p.dlast_state, context);
+    dense.dinitial_state = as_dense<T>(p, p.dinitial_state, context);
+    pass_through(dense, dense.dlast_state, dense.dinitial_state, context);
+    backward<S>(dense, context);
+    if (dense.dinitial_state.data != p.dinitial_state.data) copy_states(p, dense.dinitial_state, p.dinitial_state, false, context);
+  });
 }
 
 }  // namespace mamba::cuda
