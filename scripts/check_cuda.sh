@@ -24,10 +24,14 @@ for source in ${FILES:-csrc/cuda/*.cu}; do
   fi
   kernels=$(grep -c "Compiling entry function" "$folder/log" || true)
   registers=$(grep -o "Used [0-9]* registers" "$folder/log" | grep -o "[0-9]*" | sort -n | tail -1)
-  spills=$(grep "bytes spill stores" "$folder/log" | grep -vc " 0 bytes spill stores, 0 bytes spill loads" || true)
-  echo "check_cuda: $source: $kernels kernels, at most ${registers:-0} registers, $spills with spills"
-  if [ "$spills" -gt 0 ]; then
-    grep -B2 "bytes spill stores" "$folder/log" | grep -A2 "Compiling\|Function" | grep -v " 0 bytes spill stores, 0 bytes spill loads" | head -20
+  # A kernel's name, spills and registers stand in three messages, one after the other.
+  awk '/Compiling entry function/ { split($0, part, "\047"); name = part[2]; architecture = part[4] }
+       /bytes spill stores/ { spill = $0 }
+       /Used [0-9]+ registers/ { if (spill !~ / 0 bytes spill stores, 0 bytes spill loads/) print name, architecture ":" spill " " $0 }' \
+    "$folder/log" | c++filt >"$folder/spills"
+  echo "check_cuda: $source: $kernels kernels, at most ${registers:-0} registers, $(wc -l <"$folder/spills") with spills"
+  if [ -s "$folder/spills" ]; then
+    cat "$folder/spills"
     failed=1
   fi
 done

@@ -96,7 +96,7 @@ __device__ __forceinline__ int sum_channels(T (&v)[8], int lanes, int& first) {
 
 // The adjoint that leaves a split at its first token, without what enters it, and the split's decay.
 template <class S>
-__global__ void __launch_bounds__(scan_threads)
+__global__ void __launch_bounds__(scan_threads, 4)
     summary_kernel(const SelectiveScanBwd p, const ScanPlan plan, const ScanSplits<Accumulate<S>> s, Accumulate<S>* carry) {
   using T = Accumulate<S>;
   struct Shared {
@@ -174,16 +174,19 @@ struct Held {
   T dA[scan_held] = {}, dB[scan_held] = {}, dC[scan_held] = {};                  // dB, dC: of constant B and C
 };
 
-// One chunk of up to 8 steps, rows [row, row + 8) of the tile, backwards. `h` is the state that enters it.
+// Steps whose states stay in registers: half a chunk with f64, whose first half is then run through twice.
+template <class T>
+constexpr int kept_steps = sizeof(T) == 4 ? chunk : chunk / 2;
+
+// `kept_steps` steps of a chunk, from `first` on, backwards. `h` is the state that enters the chunk at the tile's row `row`.
 template <class T>
 __device__ __forceinline__ void scan_chunk(Held<T>& held, T (&h)[scan_held], const BackwardTile<T>& tile, const SelectiveScanBwd& p,
-                                           const ScanPlan& plan, const ScanPlace& at, const ScanSegments& segments, int row, int64_t n,
+                                           const ScanPlan& plan, const ScanPlace& at, const ScanSegments& segments, int row, int first, int64_t n,
                                            bool live) {
   const T ln2 = T(0.69314718055994530942);  // A holds A log2(e)
-  constexpr bool keeps_a = sizeof(T) == 4;  // with f64 there are not enough registers: a is computed again
-  T a[keeps_a ? chunk : 1][scan_held], w[chunk][scan_held];
-#pragma unroll
-  for (int k = 0; k < chunk; ++k) {
+  constexpr int steps = kept_steps<T>;
+  T a[steps][scan_held], w[steps][scan_held];
+  const auto advance = [&](int k, T(&a_k)[scan_held], T(&w_k)[scan_held]) {
     const int t = row + k, i_tile = t * tile.pitch + at.slot;
     const bool token = t < segments.valid;
     if (k > 0 && token && segments.start[t] != scan_inside && live) enter_segment(h, p, segments.start[t], at.channel, n);
@@ -196,15 +199,18 @@ __device__ __forceinline__ void scan_chunk(Held<T>& held, T (&h)[scan_held], con
     }
 #pragma unroll
     for (int i = 0; i < scan_held; ++i) {
-      const T decay = exp2_of(delta * held.A[i]);
-      if constexpr (keeps_a) a[k][i] = decay;
-      w[k][i] = decay * h[i];
-      h[i] = w[k][i] + delta * u * (p.B_varies ? b.v[i] : held.B[i]);
+      a_k[i] = exp2_of(delta * held.A[i]);
+      w_k[i] = a_k[i] * h[i];
+      h[i] = w_k[i] + delta * u * (p.B_varies ? b.v[i] : held.B[i]);
     }
-  }
+  };
+  if constexpr (steps < chunk)
+    for (int k = 0; k < first; ++k) advance(k, a[0], w[0]);
 #pragma unroll
-  for (int k = chunk - 1; k >= 0; --k) {
-    const int t = row + k, i_tile = t * tile.pitch + at.slot;
+  for (int k = 0; k < steps; ++k) advance(first + k, a[k], w[k]);
+#pragma unroll
+  for (int k = steps - 1; k >= 0; --k) {
+    const int t = row + first + k, i_tile = t * tile.pitch + at.slot;
     const bool token = t < segments.valid;
     T delta = 0, u = 0, gy = 0, lambda_B = 0, lambda_Aw = 0, y = 0, sums[2 * scan_held];
     Quad<T> b = {}, c = {};
@@ -229,7 +235,7 @@ __device__ __forceinline__ void scan_chunk(Held<T>& held, T (&h)[scan_held], con
       held.dA[i] += lambda * delta * w[k][i];
       sums[i] = lambda * delta * u;
       sums[scan_held + i] = gy * state;
-      held.g[i] = (keeps_a ? a[keeps_a ? k : 0][i] : exp2_of(delta * held.A[i])) * lambda;
+      held.g[i] = a[k][i] * lambda;
     }
     if (token && segments.start[t] != scan_inside) {
       if (live && segments.start[t] >= 0 && p.dinitial_state)
@@ -249,13 +255,13 @@ __device__ __forceinline__ void scan_chunk(Held<T>& held, T (&h)[scan_held], con
       tile.y[i_tile] += y;
     }
     if (p.B_varies || p.C_varies) {
-      int first;
-      const int count = sum_channels(sums, plan.lanes, first), lane = threadIdx.x % 32;
-      T* const to = tile.sums + (threadIdx.x / 32 * chunk + k) * 2 * plan.piece + at.lane * scan_held;
+      int number;
+      const int count = sum_channels(sums, plan.lanes, number), lane = threadIdx.x % 32;
+      T* const to = tile.sums + (threadIdx.x / 32 * chunk + first + k) * 2 * plan.piece + at.lane * scan_held;
       if (plan.lanes >= 4 || lane % 4 < plan.lanes) {
 #pragma unroll
         for (int i = 0; i < 2 * scan_held; ++i)
-          if (i < count) to[(first + i) / scan_held * plan.piece + (first + i) % scan_held] = sums[i];
+          if (i < count) to[(number + i) / scan_held * plan.piece + (number + i) % scan_held] = sums[i];
       }
     }
   }
@@ -338,10 +344,12 @@ __global__ void __launch_bounds__(scan_threads) backward_kernel(const SelectiveS
       if (live && (first_tile || plan.pieces > 1)) load_held(held, p, plan, at, s, sums, carry, n, first_tile);
       __syncthreads();
       for (int row = (rows - 1) / chunk * chunk; row >= 0; row -= chunk) {
-        T h[scan_held] = {};
-        if (live && row < valid)
-          load_items(h, chunk_states + ((at.b * chunks + (begin + row) / chunk) * p.dim + at.channel) * p.dstate + n, 1, 0, p.dstate - n);
-        scan_chunk(held, h, tile, p, plan, at, segments, row, n, live);
+        for (int first = chunk - kept_steps<T>; first >= 0; first -= kept_steps<T>) {
+          T h[scan_held] = {};
+          if (live && row < valid)
+            load_items(h, chunk_states + ((at.b * chunks + (begin + row) / chunk) * p.dim + at.channel) * p.dstate + n, 1, 0, p.dstate - n);
+          scan_chunk(held, h, tile, p, plan, at, segments, row, first, n, live);
+        }
         if (p.B_varies || p.C_varies) {
           __syncthreads();
           store_sums(tile, p, plan, at, partial, begin + row, n0);

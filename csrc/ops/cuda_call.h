@@ -4,7 +4,6 @@
 #if !MAMBA_EMULATED
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/c/shim.h>
 #endif
 
 #include <stdexcept>
@@ -22,8 +21,10 @@ class CudaCall {
   template <class F>
   void run(F&& kernel) {
 #if MAMBA_EMULATED
+    struct Forget {
+      ~Forget() { emulator::forget_tensors(); }
+    } at_the_end;
     kernel(context(nullptr));
-    emulator::forget_tensors();
 #else
     const int32_t device = tensor_.get_device_index();
     const torch::stable::accelerator::DeviceGuard guard(device);
@@ -34,21 +35,13 @@ class CudaCall {
   }
 
  private:
-  cuda::Context context(void* stream) { return {stream, this, &CudaCall::allocate, &CudaCall::blas_handle}; }
+  cuda::Context context(void* stream) { return {stream, this, &CudaCall::allocate}; }
 
   // Freed when the call has returned: torch's allocator gives the memory to later work of the same stream only.
   static void* allocate(void* self, int64_t bytes) {
     CudaCall& call = *static_cast<CudaCall*>(self);
     call.scratch_.push_back(empty(call.tensor_, {bytes}, ScalarType::Byte));
     return call.scratch_.back().mutable_data_ptr();
-  }
-
-  static void* blas_handle(void*) {
-    void* handle = nullptr;
-#if !MAMBA_EMULATED
-    if (torch_get_current_cuda_blas_handle(&handle)) throw std::runtime_error("mamba_ops: torch gave no cuBLAS handle");
-#endif
-    return handle;
   }
 
   const Tensor& tensor_;

@@ -13,7 +13,6 @@ struct Context {
   void* stream;  // cudaStream_t
   void* owner;
   void* (*allocate)(void* owner, int64_t bytes);  // scratch for the work that this call enqueues, at least 16-byte aligned
-  void* (*blas_handle)(void* owner);              // cublasHandle_t of the stream
 
   template <class T>
   T* scratch(int64_t count) const {
