@@ -84,7 +84,9 @@ def find_cuda() -> Path | None:
         if (Path(folder) / "bin" / "nvcc").exists():
             return Path(folder)
     if wish == "1":
-        raise SystemExit("mamba_ops: MAMBA_OPS_CUDA=1, but no nvcc was found in CUDA_HOME, on the path or in /usr/local/cuda")
+        raise SystemExit(
+            "mamba_ops: MAMBA_OPS_CUDA=1, but no nvcc was found in CUDA_HOME, on the path or in /usr/local/cuda"
+        )
     return None
 
 
@@ -207,7 +209,9 @@ class BuildLibraries(build_ext):
             cuda_library.unlink(missing_ok=True)
         record = self.describe(compiler, torch_path) | self.describe_cuda(toolkit)
         library.with_name(RECORD).write_text(json.dumps(record, indent=1) + "\n")
-        built = f"the CPU and CUDA libraries (toolkit {toolkit})" if toolkit else "the CPU library, without CUDA kernels"
+        built = (
+            f"the CPU and CUDA libraries (toolkit {toolkit})" if toolkit else "the CPU library, without CUDA kernels"
+        )
         print(f"mamba_ops: built {built}", flush=True)
 
     def build_cuda(self, toolkit: Path, flags: list[str], torch_path: Path, folder: Path, library: Path) -> None:
@@ -226,7 +230,15 @@ class BuildLibraries(build_ext):
         stubs = folder / "stubs"
         stubs.mkdir(exist_ok=True)
         if not (torch_path / "lib" / "libtorch_cuda.so").exists():
-            stub = ["-shared", "-x", "c", "/dev/null", "-Wl,-soname,libtorch_cuda.so", "-o", str(stubs / "libtorch_cuda.so")]
+            stub = [
+                "-shared",
+                "-x",
+                "c",
+                "/dev/null",
+                "-Wl,-soname,libtorch_cuda.so",
+                "-o",
+                str(stubs / "libtorch_cuda.so"),
+            ]
             run([*shlex.split(find_compiler()), *stub], "linking a stand-in for libtorch_cuda.so")
         objects = [str(unit.object) for unit in units]
         folders = [f"-L{torch_path / 'lib'}", f"-L{stubs}", f"-L{toolkit / 'lib64'}", f"-L{toolkit / 'lib'}"]
@@ -240,7 +252,10 @@ class BuildLibraries(build_ext):
             return {}
         version = run([str(toolkit / "bin" / "nvcc"), "--version"], "asking nvcc's version").splitlines()
         architectures = os.environ.get("TORCH_CUDA_ARCH_LIST") or CUDA_ARCHITECTURES
-        return {"cuda": next((line.strip() for line in version if "release" in line), "unknown"), "cuda_architectures": architectures}
+        return {
+            "cuda": next((line.strip() for line in version if "release" in line), "unknown"),
+            "cuda_architectures": architectures,
+        }
 
     def copy_extensions_to_source(self) -> None:
         """Editable installs: the record and the CUDA library go where the library goes."""

@@ -1,5 +1,5 @@
-// Causal depthwise convolution, forward. Two kernels: filters of up to 4 taps over rows without sequence borders (a thread owns 8 times of one
-// channel and reads 11 samples, each from memory once, the 3 in front from the caches), and a general one (a thread owns one number).
+// Causal depthwise convolution, forward. Two kernels: filters of up to 4 taps over rows without sequence borders (a thread owns 8 times of
+// one channel and reads 11 samples, each from memory once, the 3 in front from the caches), and a general one (a thread owns one number).
 //
 // Bytes per element, bf16: 2 read + 2 written; the filter and the 3 samples in front of a thread's times come from the caches.
 // 85-90 % of the copy bandwidth expected for the first kernel, half of that for the second.

@@ -2,8 +2,8 @@
 // recomputes the sums of 11 times from 14 samples, so that dx, dweight and dbias come out of one pass. The general way keeps the gradient
 // before the activation (dp) in scratch, in the accumulation type.
 //
-// Bytes per element, bf16: x and dout read, dx written: 6; the sums add 0.3 (one partial sum of width + 1 numbers for every 64 times or more
-// of a channel). 80-85 % of the copy bandwidth expected; the general way moves 20 bytes.
+// Bytes per element, bf16: x and dout read, dx written: 6; the sums add 0.3 (one partial sum of width + 1 numbers for every 64 times or
+// more of a channel). 80-85 % of the copy bandwidth expected; the general way moves 20 bytes.
 //
 // dweight and dbias: partial sums of a block (fixed times of fixed channels), then one launch adds the blocks in order.
 #include "cuda/causal_conv1d.cuh"
@@ -16,7 +16,7 @@ constexpr int sums = conv_width + 1;  // of a channel: taps, bias
 
 // Block sums: partial[(block * sums + k) * dim + d].
 template <class S>
-__global__ void __launch_bounds__(conv_threads) backward_kernel(const CausalConv1dBwd p, const ConvPlan plan, Accumulate<S>* partial) {
+__global__ void __launch_bounds__(conv_threads, 4) backward_kernel(const CausalConv1dBwd p, const ConvPlan plan, Accumulate<S>* partial) {
   using T = Accumulate<S>;
   constexpr int past = conv_width - 1, reach = conv_times + past;
   const ConvPlace at(p, plan);
@@ -54,8 +54,7 @@ __global__ void __launch_bounds__(conv_threads) backward_kernel(const CausalConv
         }
         total[conv_width] += dp[i];
         const int64_t column = t + i - (p.seqlen - (p.width - 1));  // of last_state
-        if (p.dlast_state && column >= 0 && column < p.width - 1)
-          sum += T(to_number(*p.dlast_state.template at<S>(at.b, at.d, column)));
+        if (p.dlast_state && column >= 0 && column < p.width - 1) sum += T(to_number(*p.dlast_state.template at<S>(at.b, at.d, column)));
         dx[i] = sum;
       }
       store_items(p.dx.template at<S>(at.b, at.d, t), dx, p.dx.stride[2], 0, p.seqlen - t);
@@ -116,7 +115,7 @@ __global__ void __launch_bounds__(conv_threads) general_gradient_kernel(const Ca
 }
 
 template <class S>
-__global__ void __launch_bounds__(conv_threads) general_dx_kernel(const CausalConv1dBwd p, const Accumulate<S>* dp) {
+__global__ void __launch_bounds__(conv_threads, 8) general_dx_kernel(const CausalConv1dBwd p, const Accumulate<S>* dp) {
   using T = Accumulate<S>;
   const int64_t index = int64_t(blockIdx.x) * conv_threads + threadIdx.x;
   if (index >= p.batch * p.dim * p.seqlen) return;
@@ -142,7 +141,8 @@ __global__ void __launch_bounds__(32 * sum_warps)
     general_sum_kernel(const CausalConv1dBwd p, const Accumulate<S>* dp, int64_t per_strip, Accumulate<S>* partial) {
   using T = Accumulate<S>;
   const int64_t channel_blocks = (p.dim + 31) / 32, k = blockIdx.x % (p.width + 1);
-  const int64_t d = blockIdx.x / (p.width + 1) % channel_blocks * 32 + threadIdx.x % 32, strip = blockIdx.x / (p.width + 1) / channel_blocks;
+  const int64_t d = blockIdx.x / (p.width + 1) % channel_blocks * 32 + threadIdx.x % 32,
+                strip = blockIdx.x / (p.width + 1) / channel_blocks;
   const int64_t begin = strip * per_strip, count = smaller(per_strip, p.batch * p.seqlen - begin);
   const T sum = sum_over_warps<T>(count, d < p.dim, [&](int64_t i) {
     const int64_t token = begin + i, b = token / p.seqlen, t = token % p.seqlen;

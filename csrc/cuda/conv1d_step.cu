@@ -1,7 +1,7 @@
-// One or a few samples of the causal convolution with its cache. A thread owns one channel of one row: its cache row is short (width samples)
-// and neighbouring channels lie next to each other, so a warp reads and writes one contiguous stretch.
+// One or a few samples of the causal convolution with its cache. A thread owns one channel of one row: its cache row is short (width
+// samples) and neighbouring channels lie next to each other, so a warp reads and writes one contiguous stretch.
 //
-// Bytes per channel and row, one token, width 4, f32: reads x 4 and the cache 16, writes out 4 and the cache 16; the filter (20 bytes a
+// Bytes per channel and row, one token, width 4, f32: reads x 4 and the cache 12, writes out 4 and the cache 16; the filter (20 bytes a
 // channel) comes from L2 for all rows but the first. A step of 64 x 1536 channels is 4 MB, 1 microsecond at full bandwidth, so that the
 // launch decides: one launch forward. The backward's sums over the batch are a second launch: 8 warps share a channel's rows, in an order
 // that depends on nothing.

@@ -1,7 +1,7 @@
 // One token through a stack of Mamba layers, for decoding: five launches a layer, which a CUDA graph captures.
 //   1. norm   2. in_proj, convolution, silu   3. x_proj   4. dt_proj, softplus, state update, gate   5. out_proj, residual
-// A warp owns one row of a weight matrix, that is one channel of the result, for 8 rows of the batch at a time: the weights are read 16 bytes
-// a lane, once for every 8 rows, and what follows the product goes on in the same warp. Inputs are float and come from the caches.
+// A warp owns one row of a weight matrix, that is one channel of the result, for 8 rows of the batch at a time: the weights are read 16
+// bytes a lane, once for every 8 rows, and what follows the product goes on in the same warp. Inputs are float and come from the caches.
 //
 // Bytes of a token and layer: the weights (3 d_inner d_model + ... , 2 or 4 bytes each) once for 8 rows of the batch, the states read and
 // written. With bf16 weights of 768 x 1536: 7.2 MB a layer, 1.7 microseconds at full bandwidth: launches weigh as much. 60 % of the copy
@@ -56,7 +56,7 @@ struct Layer {
   int64_t index;
   const S *in_proj, *x_proj, *dt_proj, *out_proj;
   const float *norm, *in_bias, *conv_weight, *conv_bias, *dt_bias, *A, *D, *out_bias;
-  int64_t inner;                   // a padded row of channels
+  int64_t inner;                          // a padded row of channels
   float *normed, *x, *z, *y, *projected;  // (batch, d_model), 3 times (batch, d_inner), (batch, dt_rank + 2 d_state)
 
   Layer(const MambaStep& step, int64_t index, float* buffers) : p(step), index(index), inner(padded_lanes(step.d_inner)) {
@@ -84,9 +84,7 @@ struct Layer {
     y = z + p.batch * p.d_inner;
     projected = y + p.batch * p.d_inner;
   }
-  static int64_t buffers_size(const MambaStep& p) {
-    return p.batch * (p.d_model + 3 * p.d_inner + p.dt_rank + 2 * p.d_state);
-  }
+  static int64_t buffers_size(const MambaStep& p) { return p.batch * (p.d_model + 3 * p.d_inner + p.dt_rank + 2 * p.d_state); }
 };
 
 // to = hidden as floats
@@ -133,8 +131,8 @@ __global__ void __launch_bounds__(threads) in_kernel(const Layer<S> layer, const
 
 // y = x W^T (+ bias) (+ y)
 template <class S>
-__global__ void __launch_bounds__(threads) product_kernel(const S* weights, const float* bias, int64_t rows, int64_t columns, int64_t batch,
-                                                          const float* x, float* y, bool add) {
+__global__ void __launch_bounds__(threads)
+    product_kernel(const S* weights, const float* bias, int64_t rows, int64_t columns, int64_t batch, const float* x, float* y, bool add) {
   const int64_t row = int64_t(blockIdx.x) * warps_per_block + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   if (row >= rows) return;  // whole warps
@@ -148,7 +146,8 @@ __global__ void __launch_bounds__(threads) product_kernel(const S* weights, cons
   }
 }
 
-// delta = softplus(dt_proj r + bias); state = 2^(delta A) state + delta x B; y = (C . state + D x) silu(z). A warp a channel, a lane a state.
+// delta = softplus(dt_proj r + bias); state = 2^(delta A) state + delta x B; y = (C . state + D x) silu(z). A warp a channel, a lane a
+// state.
 template <class S>
 __global__ void __launch_bounds__(threads) update_kernel(const Layer<S> layer) {
   const MambaStep& p = layer.p;
@@ -166,8 +165,8 @@ __global__ void __launch_bounds__(threads) update_kernel(const Layer<S> layer) {
       const float *B = projected + j * columns + p.dt_rank, *C = B + p.d_state;
       float y = 0;
       for (int64_t n = lane; n < p.d_state; n += 32) {
-        const float state = exp2f(delta * layer.A[n * layer.inner + channel]) * load_at<float>(p.ssm_state, layer.index, b, channel, n) +
-                            delta * x * B[n];
+        const float state =
+            exp2f(delta * layer.A[n * layer.inner + channel]) * load_at<float>(p.ssm_state, layer.index, b, channel, n) + delta * x * B[n];
         store_at(p.ssm_state, state, layer.index, b, channel, n);
         y += C[n] * state;
       }
@@ -195,11 +194,11 @@ void run_layer(const Layer<S>& layer, const Context& context) {
   }
   launch(context, "mamba_step_in", in_kernel<S>, blocks_of(2 * p.d_inner), threads, 0, layer, input);
   const int64_t projected = p.dt_rank + 2 * p.d_state;
-  launch(context, "mamba_step_x_proj", product_kernel<S>, blocks_of(projected), threads, 0, layer.x_proj, static_cast<const float*>(nullptr),
-         projected, p.d_inner, p.batch, static_cast<const float*>(layer.x), layer.projected, false);
+  launch(context, "mamba_step_x_proj", product_kernel<S>, blocks_of(projected), threads, 0, layer.x_proj,
+         static_cast<const float*>(nullptr), projected, p.d_inner, p.batch, static_cast<const float*>(layer.x), layer.projected, false);
   launch(context, "mamba_step_update", update_kernel<S>, blocks_of(p.d_inner), threads, 0, layer);
-  launch(context, "mamba_step_out", product_kernel<S>, blocks_of(p.d_model), threads, 0, layer.out_proj, layer.out_bias, p.d_model, p.d_inner,
-         p.batch, static_cast<const float*>(layer.y), p.out, p.block);
+  launch(context, "mamba_step_out", product_kernel<S>, blocks_of(p.d_model), threads, 0, layer.out_proj, layer.out_bias, p.d_model,
+         p.d_inner, p.batch, static_cast<const float*>(layer.y), p.out, p.block);
 }
 
 // f64 weights do not exist (the host layer refuses them).

@@ -6,8 +6,8 @@
 // dresidual). Per element with bf16: 4 forward, 6 backward (+ 2 for every optional operand). The partial sums of dweight and dbias add less
 // than 4 % from 2048 rows on. Memory-bound: 85-90 % of the copy bandwidth expected for rows of 1024 columns and more.
 //
-// Backward sums over rows in two stages: a team adds up a strip of rows (boundaries depend on the number of rows only), a second launch adds
-// the strips in order.
+// Backward sums over rows in two stages: a team adds up a strip of rows (boundaries depend on the number of rows only), a second launch
+// adds the strips in order.
 #include "params/rms_norm.h"
 
 #include "cuda/math.cuh"
@@ -17,9 +17,9 @@
 namespace mamba::cuda {
 namespace {
 
-constexpr int items = 8;                   // columns a thread
-constexpr int warp_columns = 32 * items;   // longest segment of a one-warp team
-constexpr int teams_per_block = 8;         // where a team is a warp
+constexpr int items = 8;                  // columns a thread
+constexpr int warp_columns = 32 * items;  // longest segment of a one-warp team
+constexpr int teams_per_block = 8;        // where a team is a warp
 constexpr int max_threads = 1024;
 constexpr int64_t max_strips = 512;
 

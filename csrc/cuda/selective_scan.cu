@@ -1,7 +1,7 @@
 // Selective scan forward; selective_scan.cuh says the plan.
 //
-// Bytes per token and channel, bf16: u, delta, z read and out written: 8, and B and C (4 dstate bytes a token and group, read by every block
-// of 32 channels, mostly from L2). Saving states for the backward adds dstate / 2 (one f32 state every 8 tokens). With 16 states the
+// Bytes per token and channel, bf16: u, delta, z read and out written: 8, and B and C (4 dstate bytes a token and group, read by every
+// block of 32 channels, mostly from L2). Saving states for the backward adds dstate / 2 (one f32 state every 8 tokens). With 16 states the
 // exponentials decide (17 a token and channel, against 8 bytes): 60-70 % of the rate of the special-function units expected, 25-30 % of the
 // copy bandwidth; with 4 states or fewer the bandwidth decides.
 #include "cuda/selective_scan.cuh"
@@ -40,7 +40,8 @@ __global__ void __launch_bounds__(scan_threads)
   ScanSegments& segments = shared.segments;
   const ForwardTile<T> tile(plan);
   const ScanPlace at(p, plan);
-  const int64_t saved = split_offset(p, plan, at.b, at.split, at.channel), chunks = (p.seqlen + selective_scan_chunk - 1) / selective_scan_chunk;
+  const int64_t saved = split_offset(p, plan, at.b, at.split, at.channel),
+                chunks = (p.seqlen + selective_scan_chunk - 1) / selective_scan_chunk;
   T* const chunk_states = static_cast<T*>(p.chunk_states);
   T h[scan_held] = {}, A[scan_held] = {}, B[scan_held] = {}, C[scan_held] = {}, decay_sum = 0;
   bool reset = false;  // a segment starts within this split

@@ -4,8 +4,9 @@
 // exponential a state step, and no exchange between threads but the sum over states. A block is 128 threads (32 channels with 16 states) of
 // one group of B and C. It works in tiles of time: all threads bring u, delta, B, C into shared memory (lanes along the axis that lies
 // contiguously), then the scan runs, then all threads write the tile's results. More than 128 states are done in pieces, tile by tile.
-// Where batch and channels do not fill the chip, time is split as well: a first pass leaves each split's decay and local state, a second one
-// combines them, the third starts from the true states; that costs a second exponential a state step. All sizes follow from the shape only.
+// Where batch and channels do not fill the chip, time is split as well: a first pass leaves each split's decay and local state, a second
+// one combines them, the third starts from the true states; that costs a second exponential a state step. All sizes follow from the shape
+// only.
 #pragma once
 #include "cuda/math.cuh"
 #include "cuda/reduce.cuh"
@@ -122,8 +123,8 @@ __device__ __forceinline__ void fill_segments(ScanSegments& segments, const Sele
 template <class T>
 using States = T[scan_held];
 
-// The kernels see states as dense (rows, dim, dstate) tensors of the accumulation type; `as_dense` makes them so. 4 states from n on; states
-// that there are not are 0.
+// The kernels see states as dense (rows, dim, dstate) tensors of the accumulation type; `as_dense` makes them so. 4 states from n on;
+// states that there are not are 0.
 template <class T>
 __device__ __forceinline__ void load_states(States<T>& out, const View<3>& view, int64_t row, int64_t channel, int64_t n, int64_t dstate) {
   load_items(out, view.template at<T>(row, channel, n), 1, 0, dstate - n);
@@ -161,7 +162,8 @@ __device__ __forceinline__ void load_A(States<T>& out, const SelectiveScanInputs
 
 // Constant B or C: 4 states of a channel, for the whole scan.
 template <class T>
-__device__ __forceinline__ void load_constant(States<T>& out, const SelectiveScanInputs& p, const View<4>& view, int64_t channel, int64_t n) {
+__device__ __forceinline__ void load_constant(States<T>& out, const SelectiveScanInputs& p, const View<4>& view, int64_t channel,
+                                              int64_t n) {
   load_items(out, view.data, view.dtype, view.offset(0, channel, n, 0), view.stride[2], p.dstate - n);
 }
 
@@ -208,8 +210,8 @@ struct ScanParameters {
 
 // ---- combining splits ----
 
-// Per (batch, split, channel, state): how a split maps what enters it to what leaves it: decay * entering + local. `entering` may be the same
-// memory as `local`.
+// Per (batch, split, channel, state): how a split maps what enters it to what leaves it: decay * entering + local. `entering` may be the
+// same memory as `local`.
 template <class T>
 struct ScanSplits {
   T *decay, *local, *entering;
@@ -252,7 +254,8 @@ __global__ void __launch_bounds__(scan_threads) inline copy_states_kernel(const 
 
 inline void copy_states(const SelectiveScanInputs& p, const View<3>& from, const View<3>& to, bool empty_only, const Context& context) {
   const int64_t count = state_rows(p) * p.dim * p.dstate;
-  launch(context, "selective_scan_copy_states", copy_states_kernel, scan_blocks_for(count), scan_threads, 0, p, from, to, count, empty_only);
+  launch(context, "selective_scan_copy_states", copy_states_kernel, scan_blocks_for(count), scan_threads, 0, p, from, to, count,
+         empty_only);
 }
 
 inline void pass_through(const SelectiveScanInputs& p, const View<3>& from, const View<3>& to, const Context& context) {

@@ -5,12 +5,12 @@
 // Time runs backwards in chunks of 8 steps: the states of a chunk are recomputed from the one that the forward saved at its start and stay
 // in registers (a and w: 64 numbers), so that there is one exponential a state step here too.
 //
-// Bytes per token and channel, bf16, 16 states: u, delta, z, dout read, du, ddelta, dz written: 14; saved states read: 8; partial sums of dB
-// and dC written and read: 8 (2 dstate numbers a token and block of 32 channels). The sums over channels are shuffles that halve the numbers at
-// every level (7 for 8 numbers); they and the exponentials decide: 35-40 % of the copy bandwidth expected.
+// Bytes per token and channel, bf16, 16 states: u, delta, z, dout read, du, ddelta, dz written: 14; saved states read: 8; partial sums of
+// dB and dC written and read: 8 (2 dstate numbers a token and block of 32 channels). The sums over channels are shuffles that halve the
+// numbers at every level (7 for 8 numbers); they and the exponentials decide: 35-40 % of the copy bandwidth expected.
 //
-// Sums in two stages: dA, dD, ddelta_bias (constant B and C: dB, dC too) are partial sums of one (batch, split), time-varying dB and dC those
-// of a block of channels; second launches add them in order.
+// Sums in two stages: dA, dD, ddelta_bias (constant B and C: dB, dC too) are partial sums of one (batch, split), time-varying dB and dC
+// those of a block of channels; second launches add them in order.
 #include "cuda/selective_scan.cuh"
 
 namespace mamba::cuda {
@@ -72,8 +72,8 @@ __device__ __forceinline__ void load_tile(const BackwardTile<T>& tile, const Sel
   });
 }
 
-// Sums 8 numbers over the warp's channels; lanes of one channel keep apart. Every level of the tree halves the numbers that a lane holds. At
-// the end number `first` + i of the 8 stands in v[i], for i < the result.
+// Sums 8 numbers over the warp's channels; lanes of one channel keep apart. Every level of the tree halves the numbers that a lane holds.
+// At the end number `first` + i of the 8 stands in v[i], for i < the result.
 template <class T>
 __device__ __forceinline__ int sum_channels(T (&v)[8], int lanes, int& first) {
   const int lane = threadIdx.x % 32;
@@ -96,7 +96,7 @@ __device__ __forceinline__ int sum_channels(T (&v)[8], int lanes, int& first) {
 
 // The adjoint that leaves a split at its first token, without what enters it, and the split's decay.
 template <class S>
-__global__ void __launch_bounds__(scan_threads, 4)
+__global__ void __launch_bounds__(scan_threads, sizeof(Accumulate<S>) == 8 ? 2 : 4)
     summary_kernel(const SelectiveScanBwd p, const ScanPlan plan, const ScanSplits<Accumulate<S>> s, Accumulate<S>* carry) {
   using T = Accumulate<S>;
   struct Shared {
@@ -178,15 +178,17 @@ struct Held {
 template <class T>
 constexpr int kept_steps = sizeof(T) == 4 ? chunk : chunk / 2;
 
-// `kept_steps` steps of a chunk, from `first` on, backwards. `h` is the state that enters the chunk at the tile's row `row`.
-template <class T>
+// `kept_steps` steps of a chunk, from `first` on (known when compiling, so that all indices into registers are), backwards. `h` is the
+// state that enters the chunk at the tile's row `row`.
+template <int first, class T>
 __device__ __forceinline__ void scan_chunk(Held<T>& held, T (&h)[scan_held], const BackwardTile<T>& tile, const SelectiveScanBwd& p,
-                                           const ScanPlan& plan, const ScanPlace& at, const ScanSegments& segments, int row, int first, int64_t n,
+                                           const ScanPlan& plan, const ScanPlace& at, const ScanSegments& segments, int row, int64_t n,
                                            bool live) {
   const T ln2 = T(0.69314718055994530942);  // A holds A log2(e)
   constexpr int steps = kept_steps<T>;
   T a[steps][scan_held], w[steps][scan_held];
-  const auto advance = [&](int k, T(&a_k)[scan_held], T(&w_k)[scan_held]) {
+#pragma unroll
+  for (int k = 0; k < first + steps; ++k) {
     const int t = row + k, i_tile = t * tile.pitch + at.slot;
     const bool token = t < segments.valid;
     if (k > 0 && token && segments.start[t] != scan_inside && live) enter_segment(h, p, segments.start[t], at.channel, n);
@@ -199,15 +201,14 @@ __device__ __forceinline__ void scan_chunk(Held<T>& held, T (&h)[scan_held], con
     }
 #pragma unroll
     for (int i = 0; i < scan_held; ++i) {
-      a_k[i] = exp2_of(delta * held.A[i]);
-      w_k[i] = a_k[i] * h[i];
-      h[i] = w_k[i] + delta * u * (p.B_varies ? b.v[i] : held.B[i]);
+      const T decay = exp2_of(delta * held.A[i]), carried = decay * h[i];
+      h[i] = carried + delta * u * (p.B_varies ? b.v[i] : held.B[i]);
+      if (k >= first) {
+        a[k < first ? 0 : k - first][i] = decay;
+        w[k < first ? 0 : k - first][i] = carried;
+      }
     }
-  };
-  if constexpr (steps < chunk)
-    for (int k = 0; k < first; ++k) advance(k, a[0], w[0]);
-#pragma unroll
-  for (int k = 0; k < steps; ++k) advance(first + k, a[k], w[k]);
+  }
 #pragma unroll
   for (int k = steps - 1; k >= 0; --k) {
     const int t = row + first + k, i_tile = t * tile.pitch + at.slot;
@@ -269,8 +270,8 @@ __device__ __forceinline__ void scan_chunk(Held<T>& held, T (&h)[scan_held], con
 
 // Adds the warps' sums of a chunk and writes them to the block's partial sums of dB and dC.
 template <class T>
-__device__ __forceinline__ void store_sums(const BackwardTile<T>& tile, const SelectiveScanBwd& p, const ScanPlan& plan, const ScanPlace& at,
-                                           const Partial<T>& partial, int64_t t0, int64_t n0) {
+__device__ __forceinline__ void store_sums(const BackwardTile<T>& tile, const SelectiveScanBwd& p, const ScanPlan& plan,
+                                           const ScanPlace& at, const Partial<T>& partial, int64_t t0, int64_t n0) {
   const int numbers = 2 * plan.piece;
   for (int i = threadIdx.x; i < chunk * numbers; i += scan_threads) {
     const int k = i / numbers, which = i % numbers / plan.piece, n = i % plan.piece;
@@ -299,8 +300,8 @@ __device__ __forceinline__ void load_held(Held<T>& held, const SelectiveScanBwd&
 }
 
 template <class T>
-__device__ __forceinline__ void store_held(const Held<T>& held, const SelectiveScanBwd& p, const ScanPlan& plan, const ScanPlace& at, T* sums,
-                                           T* carry, int64_t n) {
+__device__ __forceinline__ void store_held(const Held<T>& held, const SelectiveScanBwd& p, const ScanPlan& plan, const ScanPlace& at,
+                                           T* sums, T* carry, int64_t n) {
   const int64_t states = p.dim * p.dstate, own = at.channel * p.dstate + n, left = p.dstate - n;
   store_items(sums + own, held.dA, 1, 0, left);
   if (!p.B_varies) store_items(sums + states + own, held.dB, 1, 0, left);
@@ -309,9 +310,9 @@ __device__ __forceinline__ void store_held(const Held<T>& held, const SelectiveS
 }
 
 template <class S>
-__global__ void __launch_bounds__(scan_threads) backward_kernel(const SelectiveScanBwd p, const ScanPlan plan,
-                                                                const ScanSplits<Accumulate<S>> s, Accumulate<S>* carry,
-                                                                const Partial<Accumulate<S>> partial) {
+__global__ void __launch_bounds__(scan_threads, 2)
+    backward_kernel(const SelectiveScanBwd p, const ScanPlan plan, const ScanSplits<Accumulate<S>> s, Accumulate<S>* carry,
+                    const Partial<Accumulate<S>> partial) {
   using T = Accumulate<S>;
   struct Shared {
     ScanSegments segments;
@@ -344,12 +345,15 @@ __global__ void __launch_bounds__(scan_threads) backward_kernel(const SelectiveS
       if (live && (first_tile || plan.pieces > 1)) load_held(held, p, plan, at, s, sums, carry, n, first_tile);
       __syncthreads();
       for (int row = (rows - 1) / chunk * chunk; row >= 0; row -= chunk) {
-        for (int first = chunk - kept_steps<T>; first >= 0; first -= kept_steps<T>) {
-          T h[scan_held] = {};
-          if (live && row < valid)
-            load_items(h, chunk_states + ((at.b * chunks + (begin + row) / chunk) * p.dim + at.channel) * p.dstate + n, 1, 0, p.dstate - n);
-          scan_chunk(held, h, tile, p, plan, at, segments, row, first, n, live);
+        const T* const saved = chunk_states + ((at.b * chunks + (begin + row) / chunk) * p.dim + at.channel) * p.dstate + n;
+        const int64_t left = live && row < valid ? p.dstate - n : 0;
+        T h[scan_held];
+        if constexpr (kept_steps<T> < chunk) {
+          load_items(h, saved, 1, 0, left);
+          scan_chunk<chunk - kept_steps<T>>(held, h, tile, p, plan, at, segments, row, n, live);
         }
+        load_items(h, saved, 1, 0, left);
+        scan_chunk<0>(held, h, tile, p, plan, at, segments, row, n, live);
         if (p.B_varies || p.C_varies) {
           __syncthreads();
           store_sums(tile, p, plan, at, partial, begin + row, n0);

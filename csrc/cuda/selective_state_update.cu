@@ -1,8 +1,9 @@
-// One step of the selective scan. A channel (b, h, p) is owned by `lanes` neighbouring threads, a power of two; a thread owns 4 neighbouring
-// states, or 4 of every 4 * 32 when dstate exceeds 128. States and A are read 16 bytes at a time, y is a sum over the lanes.
+// One step of the selective scan. A channel (b, h, p) is owned by `lanes` neighbouring threads, a power of two; a thread owns 4
+// neighbouring states, or 4 of every 4 * 32 when dstate exceeds 128. States and A are read 16 bytes at a time, y is a sum over the lanes.
 //
 // Bytes per channel and row, dstate 16, f32 states, bf16 inputs: states 64 read + 64 written, x, dt, z, out 8; A (64 bytes a channel) comes
-// from L2 for all rows but the first. The states alone decide: 85 % of the copy bandwidth expected from 16 MB of states on, launch time below.
+// from L2 for all rows but the first. The states alone decide: 85 % of the copy bandwidth expected from 16 MB of states on, launch time
+// below.
 //
 // The backward takes a strip of the batch at a time, whose boundaries depend on its size only: sums over the batch (dA, dD, ddt_bias) are
 // partial sums of a strip, sums over channels (dB, dC) those of a block; a second launch adds them in order.
@@ -19,10 +20,10 @@ constexpr int threads = 128, held = 4;
 
 // How the threads of a block share channels and states.
 struct Plan {
-  int lanes;          // of a channel
-  int channels;       // of a block, all of one head
-  int64_t blocks;     // of a head
-  int64_t strips;     // of the batch (backward)
+  int lanes;       // of a channel
+  int channels;    // of a block, all of one head
+  int64_t blocks;  // of a head
+  int64_t strips;  // of the batch (backward)
   int64_t per_strip;
 
   explicit Plan(const SelectiveStateUpdateInputs& p) : lanes(1) {

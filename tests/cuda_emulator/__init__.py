@@ -98,37 +98,59 @@ def units(mode, csrc, folder):
     return result + [Unit(FOLDER / name, flags, folder) for name in ("cuda_emulator.cpp", "memory_checker.cpp")]
 
 
-def build(mode, csrc=CSRC, folder=None):
+def build(mode):
     """Compile what has changed; returns the library."""
-    folder = folder or ROOT / "build" / "emulator" / mode
+    folder = ROOT / "build" / "emulator" / mode
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        todo = units(mode, csrc, folder)
+        todo = units(mode, CSRC, folder)
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
             changed = any(list(pool.map(Unit.compile, todo)))
         library = folder / f"{MODES[mode]}.so"
         if changed or not library.exists():
-            libraries = Path(torch.__file__).parent / "lib"
-            link = [compiler(), "-shared", "-Wl,-Bsymbolic", "-Wl,-z,defs", "-Wl,--allow-shlib-undefined"]
             partial = library.with_suffix(".partial")
-            objects = [str(unit.object) for unit in todo]
-            # Python's own symbols come from the running interpreter.
-            link = [option for option in link if option != "-Wl,-z,defs"]
-            run([*link, *objects, f"-L{libraries}", "-ltorch_cpu", "-o", str(partial)])
+            link([unit.object for unit in todo], partial)
             partial.replace(library)
     return library
 
 
+def link(objects, library):
+    """Python's own symbols come from the running interpreter."""
+    torch_libraries = Path(torch.__file__).parent / "lib"
+    options = ["-shared", "-Wl,-Bsymbolic", f"-L{torch_libraries}", "-ltorch_cpu", "-o", str(library)]
+    run([compiler(), *map(str, objects), *options])
+
+
+def build_mutant(mode, source, changed, text, folder):
+    """The library with csrc/cuda/`changed` (which `source` is or includes) replaced by `text`; all else is that of the ordinary build."""
+    build(mode)
+    mutant = folder / "cuda" / changed
+    mutant.parent.mkdir(parents=True)
+    mutant.write_text(text)
+    objects = []
+    for unit in units(mode, CSRC, ROOT / "build" / "emulator" / mode):
+        if unit.source != CSRC / "cuda" / source:
+            objects.append(unit.object)
+            continue
+        command = unit.command[: unit.command.index("-MMD")]
+        command.insert(1, f"-I{folder}")
+        objects.append(folder / "mutant.o")
+        run([*command, "-c", str(mutant if changed == source else unit.source), "-o", str(objects[-1])])
+    library = folder / f"{MODES[mode]}.so"
+    link(objects, library)
+    return library
+
+
 @cache
-def load(mode):
+def load(mode, library=None):
     """The controls of the build `mode` ("fast" or "checked"), with its operators registered; None without GCC on x86-64."""
     if compiler() is None:
         return None
     import mamba_ops.ops
 
     name = MODES[mode]
-    spec = importlib.util.spec_from_file_location(name, build(mode))
+    spec = importlib.util.spec_from_file_location(name, library or build(mode))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     mamba_ops.ops.register(name)

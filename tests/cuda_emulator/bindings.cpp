@@ -19,7 +19,8 @@ void note_tensor(const Tensor& tensor, bool is_output) {
     (reach < 0 ? low : high) += reach;
   }
   const auto* first = static_cast<const char*>(tensor.const_data_ptr()) + low * static_cast<int64_t>(element);
-  const std::string name = std::string(is_output ? "new " : "") + dtype_name(tensor.scalar_type()) + " tensor of shape " + shape_text(tensor);
+  const std::string name =
+      std::string(is_output ? "new " : "") + dtype_name(tensor.scalar_type()) + " tensor of shape " + shape_text(tensor);
   emu::add_tensor(first, static_cast<size_t>(high - low + 1) * element, element, !is_output, is_output, name);
 }
 void note_mutated(const Tensor& tensor) {

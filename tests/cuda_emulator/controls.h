@@ -10,7 +10,8 @@ namespace emu {
 
 void set_seed(uint64_t seed);  // of the order in which blocks and threads run; 0: index order
 bool is_checked();             // whether the kernels were compiled with the memory checks
-// The checked build refuses every access outside the tensors of the call at hand, and reads of those parts of them that are not initialised.
+// The checked build refuses every access outside the tensors of the call at hand, and reads of those parts of them that are not
+// initialised.
 void add_tensor(const void* address, size_t bytes, size_t element_bytes, bool initialised, bool writable, const std::string& name);
 void allow_writes(const void* address);
 void forget_tensors();

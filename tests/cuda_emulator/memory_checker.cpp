@@ -10,28 +10,28 @@ namespace emu {
 namespace {
 
 // file:line of an instruction, by addr2line.
-std::string location(const void *pc) {
+std::string location(const void* pc) {
   Dl_info info{};
   if (!pc || !dladdr(pc, &info)) return "an unknown place";
   char command[512], line[512] = "an unknown place";
   std::snprintf(command, sizeof command, "addr2line -e '%s' 0x%zx 2>/dev/null", info.dli_fname,
-                size_t(static_cast<const char *>(pc) - static_cast<const char *>(info.dli_fbase)) - 1);
-  if (FILE *pipe = popen(command, "r")) {
+                size_t(static_cast<const char*>(pc) - static_cast<const char*>(info.dli_fbase)) - 1);
+  if (FILE* pipe = popen(command, "r")) {
     if (std::fgets(line, sizeof line, pipe)) line[std::strcspn(line, "\n (")] = 0;
     pclose(pipe);
   }
-  const char *slash = std::strrchr(line, '/');
+  const char* slash = std::strrchr(line, '/');
   return slash ? slash + 1 : line;
 }
 
-bool contains(const std::map<uintptr_t, uintptr_t> &ranges, uintptr_t begin, uintptr_t end) {
+bool contains(const std::map<uintptr_t, uintptr_t>& ranges, uintptr_t begin, uintptr_t end) {
   const auto it = ranges.upper_bound(begin);
   return it != ranges.end() && begin >= it->second && end <= it->first;
 }
 
 }  // namespace
 
-void MemoryChecker::add_global(const void *p, size_t bytes, size_t element, bool initialised, bool writable, const std::string &name) {
+void MemoryChecker::add_global(const void* p, size_t bytes, size_t element, bool initialised, bool writable, const std::string& name) {
   if (!bytes) return;
   auto begin = uintptr_t(p), end = begin + bytes;
   auto it = globals_.upper_bound(begin);
@@ -48,14 +48,14 @@ void MemoryChecker::add_global(const void *p, size_t bytes, size_t element, bool
   globals_.insert_or_assign(region.end, std::move(region));
 }
 
-void MemoryChecker::allow_writes(const void *p) {
+void MemoryChecker::allow_writes(const void* p) {
   const auto it = globals_.upper_bound(uintptr_t(p));
   if (it != globals_.end() && it->second.begin <= uintptr_t(p)) it->second.writable = true;
 }
 
-void MemoryChecker::ignore(const void *begin, size_t bytes) { ignored_[uintptr_t(begin) + bytes] = uintptr_t(begin); }
+void MemoryChecker::ignore(const void* begin, size_t bytes) { ignored_[uintptr_t(begin) + bytes] = uintptr_t(begin); }
 
-void MemoryChecker::start_block(const void *arena, size_t arena_bytes) {
+void MemoryChecker::start_block(const void* arena, size_t arena_bytes) {
   block_epoch_ = ++epoch_;
   shared_objects_.clear();
   shared_.begin = uintptr_t(arena);
@@ -63,7 +63,7 @@ void MemoryChecker::start_block(const void *arena, size_t arena_bytes) {
   shared_.granules.resize(arena_bytes / shared_.granule);
 }
 
-void MemoryChecker::add_shared(const void *p, size_t bytes) {
+void MemoryChecker::add_shared(const void* p, size_t bytes) {
   if (!enabled) return;
   const auto begin = uintptr_t(p);
   shared_objects_[begin + bytes] = begin;
@@ -71,7 +71,7 @@ void MemoryChecker::add_shared(const void *p, size_t bytes) {
 }
 
 // Did another thread, warp or block make this earlier access with nothing that orders it before the one by `by`?
-bool MemoryChecker::unordered(const Access &earlier, Accessor by, bool global) const {
+bool MemoryChecker::unordered(const Access& earlier, Accessor by, bool global) const {
   if (earlier.epoch < launch_epoch_) return false;
   if (earlier.epoch < block_epoch_) return global;  // another block of this launch
   if (earlier.epoch < epoch_ || earlier.who == by.thread) return false;
@@ -89,12 +89,12 @@ std::string MemoryChecker::neighbours(uintptr_t address) const {
   return text;
 }
 
-std::string MemoryChecker::access(const void *p, size_t bytes, bool write, bool atomic, bool aligned, const void *pc, Accessor by) {
+std::string MemoryChecker::access(const void* p, size_t bytes, bool write, bool atomic, bool aligned, const void* pc, Accessor by) {
   const uintptr_t begin = uintptr_t(p), end = begin + bytes;
   if (contains(ignored_, begin, end)) return {};
   const std::string what = std::to_string(bytes) + (write ? "-byte write" : "-byte read");
   if (aligned && begin % bytes) return "misaligned " + what + " at " + location(pc);
-  Region *region = &shared_;
+  Region* region = &shared_;
   if (begin >= shared_.begin && begin < shared_.end) {
     if (!contains(shared_objects_, begin, end)) return "out-of-bounds " + what + " in shared memory at " + location(pc);
     shared_accessed += bytes;
@@ -112,12 +112,13 @@ std::string MemoryChecker::access(const void *p, size_t bytes, bool write, bool 
   const bool global = region != &shared_;
   const Access now{epoch_, uint16_t(by.thread), by.warp_epoch, pc};
   for (size_t i = (begin - region->begin) / region->granule; i * region->granule < end - region->begin; ++i) {
-    Granule &g = region->granules[i];
+    Granule& g = region->granules[i];
     const auto here = [&] { return region->name + "+" + std::to_string(i * region->granule) + " at " + location(pc); };
     if (global && (write ? g.write : g.read).epoch < launch_epoch_) (write ? global_written : global_read) += region->granule;
     if (!write && !g.initialised) return "read of uninitialised " + here();
     if (!atomic && unordered(g.write, by, global))
-      return std::string("race: ") + (write ? "write" : "read") + " of " + here() + " is unordered with the write at " + location(g.write.pc);
+      return std::string("race: ") + (write ? "write" : "read") + " of " + here() + " is unordered with the write at " +
+             location(g.write.pc);
     if (!atomic && write && unordered(g.read, by, global))
       return "race: write of " + here() + " is unordered with the read at " + location(g.read.pc);
     if (write) {

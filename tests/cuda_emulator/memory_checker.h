@@ -20,16 +20,16 @@ class MemoryChecker {
   static inline bool enabled = false;  // set while loading (by __tsan_init): some kernel was built with -fsanitize=thread
 
   // A tensor that lies within a known one belongs to it; one that overlaps others joins them.
-  void add_global(const void *p, size_t bytes, size_t element, bool initialised, bool writable, const std::string &name);
-  void allow_writes(const void *p);  // to the known tensor at p
+  void add_global(const void* p, size_t bytes, size_t element, bool initialised, bool writable, const std::string& name);
+  void allow_writes(const void* p);  // to the known tensor at p
   void forget_globals() { globals_.clear(); }
-  void ignore(const void *begin, size_t bytes);  // stacks and the emulator's own data
+  void ignore(const void* begin, size_t bytes);  // stacks and the emulator's own data
   void start_launch() { launch_epoch_ = ++epoch_; }
-  void start_block(const void *arena, size_t arena_bytes);
-  void add_shared(const void *p, size_t bytes);
+  void start_block(const void* arena, size_t arena_bytes);
+  void add_shared(const void* p, size_t bytes);
   void barrier() { ++epoch_; }
   // Returns the error text, empty if the access is fine.
-  std::string access(const void *p, size_t bytes, bool write, bool atomic, bool aligned, const void *pc, Accessor by);
+  std::string access(const void* p, size_t bytes, bool write, bool atomic, bool aligned, const void* pc, Accessor by);
 
   // Bytes. The first two count what a launch touches, each byte once: the traffic to memory if the caches served all repeated accesses.
   uint64_t global_read = 0, global_written = 0, global_accessed = 0, shared_accessed = 0;
@@ -39,7 +39,7 @@ class MemoryChecker {
   struct Access {
     uint32_t epoch = 0;  // grows at every barrier, block and launch
     uint16_t who = 0, warp_epoch = 0;
-    const void *pc = nullptr;
+    const void* pc = nullptr;
   };
   struct Granule {
     Access write, read;
@@ -52,7 +52,7 @@ class MemoryChecker {
     std::string name;
     std::vector<Granule> granules = {};
   };
-  bool unordered(const Access &earlier, Accessor by, bool global) const;
+  bool unordered(const Access& earlier, Accessor by, bool global) const;
   std::string neighbours(uintptr_t address) const;
 
   std::map<uintptr_t, Region> globals_;  // by end: upper_bound(address) is the only candidate

@@ -2,9 +2,10 @@
 
 import re
 
-import cuda_emulator
 import pytest
 import torch
+
+import cuda_emulator
 
 # What a run of each bug must show: in the fast build, in the checked build.
 BUGS = {
@@ -13,7 +14,10 @@ BUGS = {
     "read_past_end": ("wrong", "out-of-bounds 4-byte read of global memory, 0 bytes past the end of data"),
     "uninitialised_shared": ("NaN", "read of uninitialised shared memory"),
     "wrong_mask": ("diverged warp operation", "diverged warp operation"),
-    "divergent_barrier": ("deadlock|diverged __syncthreads", "deadlock|diverged __syncthreads|uninitialised shared|race"),
+    "divergent_barrier": (
+        "deadlock|diverged __syncthreads",
+        "deadlock|diverged __syncthreads|uninitialised shared|race",
+    ),
     "early_exit": ("names an exited lane", "names an exited lane"),
     "write_past_end": (None, "out-of-bounds 4-byte write of global memory, 0 bytes past the end of out"),
     "shared_overflow": ("wrote past the end of its shared memory", "out-of-bounds 4-byte write in shared memory"),
