@@ -225,8 +225,8 @@ class BuildLibraries(build_ext):
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
             list(pool.map(Unit.compile, units))
         partial = library.with_suffix(".so.partial")
-        # torch loads its libraries privately, so libtorch_cuda.so must be named as needed. A torch without CUDA lacks it: then an empty
-        # library of that name stands in for it while linking.
+        # torch loads its libraries privately, so libtorch_cuda.so must be named as needed. A torch without CUDA
+        # lacks it: then an empty library of that name stands in for it while linking.
         stubs = folder / "stubs"
         stubs.mkdir(exist_ok=True)
         if not (torch_path / "lib" / "libtorch_cuda.so").exists():

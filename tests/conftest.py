@@ -39,7 +39,7 @@ def load_emulator():
 
 
 def without_kernel(namespace):
-    """The operators that have neither a kernel of their own nor, if they are differentiable, one of their forward half."""
+    """The operators that have neither a kernel of their own nor one of their forward half."""
     names = _library.operator_names(namespace)
 
     def has_kernel(name):

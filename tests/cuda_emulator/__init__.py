@@ -1,4 +1,4 @@
-"""The CUDA kernels' own source, compiled for the CPU and executed there: torch.ops.mamba_emulated and torch.ops.mamba_checked.
+"""The CUDA kernels' own source, executed on the CPU: torch.ops.mamba_emulated and torch.ops.mamba_checked.
 
 csrc/schema.cpp and csrc/ops are compiled once more over the emulator, so that the whole path from an operator's call to
 its kernel runs, strides and slices included. `mamba_emulated` is the fast build; in `mamba_checked` every memory access
@@ -27,7 +27,7 @@ CSRC = ROOT / "csrc"
 MODES = {"fast": "mamba_emulated", "checked": "mamba_checked"}
 FLAGS = ["-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-ftls-model=initial-exec", "-ffp-contract=off"]
 FLAGS += ["-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-unused-parameter", "-Wno-psabi"]
-# Every memory access of a kernel calls a hook; the hooks stand in cuda_emulator.cpp, the sanitizers' runtimes are not linked.
+# Every memory access of a kernel calls a hook of cuda_emulator.cpp; the sanitizers' runtimes are not linked.
 CHECKS = ["-fsanitize=thread,alignment,bounds,shift,signed-integer-overflow", "-g"]
 CHECKS += ["--param", "tsan-instrument-func-entry-exit=0"]
 
@@ -123,7 +123,7 @@ def link(objects, library):
 
 
 def build_mutant(mode, source, changed, text, folder):
-    """The library with csrc/cuda/`changed` (which `source` is or includes) replaced by `text`; all else is that of the ordinary build."""
+    """The library with csrc/cuda/`changed`, which `source` is or includes, replaced by `text`."""
     build(mode)
     mutant = folder / "cuda" / changed
     mutant.parent.mkdir(parents=True)
@@ -144,7 +144,7 @@ def build_mutant(mode, source, changed, text, folder):
 
 @cache
 def load(mode, library=None):
-    """The controls of the build `mode` ("fast" or "checked"), with its operators registered; None without GCC on x86-64."""
+    """The controls of the build `mode`, with its operators registered; None without GCC on x86-64."""
     if compiler() is None:
         return None
     import mamba_ops.ops

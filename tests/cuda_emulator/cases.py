@@ -1,4 +1,4 @@
-"""Small calls of every operator, for the tests of the kernels themselves: `run(namespace, name)` compares one with its reference."""
+"""Small calls of every operator, for the tests of the kernels themselves."""
 
 from importlib import import_module
 
@@ -11,7 +11,7 @@ def example(name, **options):
     return import_module(f"mamba_ops.reference.{name}").example_inputs(**options)
 
 
-# Every operator with a backward, in shapes that reach each kernel: warps and whole blocks, tails, splits, pieces, borders, both layouts.
+# Operators with a backward, in shapes that reach each kernel: warps, blocks, tails, splits, pieces, borders, layouts.
 CASES = {
     "rms_norm": ("rms_norm", dict(shape=(37,), dim=40, group_size=20)),
     "rms_norm_block": ("rms_norm", dict(shape=(35,), dim=600)),
@@ -25,7 +25,7 @@ CASES = {
     "selective_scan_pieces": ("selective_scan", dict(batch=1, dim=2, seqlen=11, dstate=131)),
     "selective_scan_constant": (
         "selective_scan",
-        dict(batch=2, dim=5, seqlen=20, dstate=7, B="constant", C="constant"),
+        dict(dim=5, seqlen=20, dstate=7, B="constant", C="constant"),
     ),
     "selective_scan_packed": ("selective_scan", dict(batch=1, dim=6, seqlen=150, packing="cu_seqlens")),
     "selective_state_update": ("selective_state_update", dict()),

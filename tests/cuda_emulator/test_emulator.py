@@ -16,7 +16,7 @@ BUGS = {
     "wrong_mask": ("diverged warp operation", "diverged warp operation"),
     "divergent_barrier": (
         "deadlock|diverged __syncthreads",
-        "deadlock|diverged __syncthreads|uninitialised shared|race",
+        "deadlock|diverged __syncthreads|race: |uninitialised",
     ),
     "early_exit": ("names an exited lane", "names an exited lane"),
     "write_past_end": (None, "out-of-bounds 4-byte write of global memory, 0 bytes past the end of out"),

@@ -1,4 +1,4 @@
-"""The kernels under many schedules, with every memory access checked, with their bytes counted, and with mistakes put into them."""
+"""The kernels under many schedules, with every memory access checked, bytes counted, and mistakes put into them."""
 
 import os
 import subprocess
@@ -151,8 +151,8 @@ MUTANTS = {
     "tile overwritten while it is read": (
         "selective_scan.cu",
         "selective_scan.cu",
-        "      if (live && plan.pieces > 1) store_items(carry + saved + n, h, 1, 0, p.dstate - n);\n      __syncthreads();\n",
-        "      if (live && plan.pieces > 1) store_items(carry + saved + n, h, 1, 0, p.dstate - n);\n",
+        "store_items(carry + saved + n, h, 1, 0, p.dstate - n);\n      __syncthreads();\n",
+        "store_items(carry + saved + n, h, 1, 0, p.dstate - n);\n",
         "selective_scan_splits",
     ),
     "missing carry": (
