@@ -24,48 +24,42 @@ int lanes_in(int64_t block, int64_t rows) {
   return static_cast<int>(rest < width ? rest : width);
 }
 
-// `Rows` rows of a matrix times `Batch` vectors (x, zero-padded to whole vectors): sums[j * width + r] holds the lane sums of row r, vector
-// j.
-// `Ahead`: ask for the rows of the next block meanwhile.
-template <int Rows, int Batch, bool Ahead, class S>
+// `Rows` neighbouring rows of a matrix times tile_batch vectors (x, zero-padded to whole vectors): sums[j * width + r] holds the lane sums
+// of row r and vector j. `Ahead`: ask for the rows of the next block meanwhile.
+template <int Rows, bool Ahead, class S>
 MAMBA_INLINE void multiply(const S* weights, int64_t columns, const float* x, int64_t x_stride, V* sums) {
-  V total[Rows][Batch];
+  V total[Rows][tile_batch];
   for (int r = 0; r < Rows; ++r)
-    for (int j = 0; j < Batch; ++j) total[r][j] = zero<float>();
+    for (int j = 0; j < tile_batch; ++j) total[r][j] = zero<float>();
   int64_t k = 0;
   for (; k + width <= columns; k += width) {
-    V in[Batch];
-    for (int j = 0; j < Batch; ++j) in[j] = load(x + j * x_stride + k);
+    V in[tile_batch];
+    for (int j = 0; j < tile_batch; ++j) in[j] = load(x + j * x_stride + k);
 #pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r) {
       const V w = load_as<float>(weights + r * columns + k);
       if (Ahead && k * sizeof(S) % 64 == 0) __builtin_prefetch(weights + (r + width) * columns + k, 0, 2);
 #pragma GCC unroll 4
-      for (int j = 0; j < Batch; ++j) total[r][j] += w * in[j];
+      for (int j = 0; j < tile_batch; ++j) total[r][j] += w * in[j];
     }
   }
   if (k < columns) {
     for (int r = 0; r < Rows; ++r) {
       const V w = load_partial<float>(weights + r * columns + k, static_cast<int>(columns - k));
-      for (int j = 0; j < Batch; ++j) total[r][j] += w * load(x + j * x_stride + k);
+      for (int j = 0; j < tile_batch; ++j) total[r][j] += w * load(x + j * x_stride + k);
     }
   }
   for (int r = 0; r < Rows; ++r)
-    for (int j = 0; j < Batch; ++j) sums[j * width + r] = total[r][j];
+    for (int j = 0; j < tile_batch; ++j) sums[j * width + r] = total[r][j];
 }
 
-// One row times one vector with four running sums: streams through the row at memory speed.
+// One row times one vector, with running sums enough to hide the latency of the multiply-add. Without prefetches it streams faster than
+// with.
 template <class S>
 MAMBA_INLINE V multiply_row(const S* weights, int64_t columns, const float* x) {
   V a = zero<float>(), b = a, c = a, d = a;
   int64_t k = 0;
   for (; k + 4 * width <= columns; k += 4 * width) {
-    __builtin_prefetch(weights + k + 4096 / sizeof(S));
-    if constexpr (width * 4 * sizeof(S) > 64) __builtin_prefetch(weights + k + 4096 / sizeof(S) + 64 / sizeof(S));
-    if constexpr (width * 4 * sizeof(S) > 128) {
-      __builtin_prefetch(weights + k + 4096 / sizeof(S) + 128 / sizeof(S));
-      __builtin_prefetch(weights + k + 4096 / sizeof(S) + 192 / sizeof(S));
-    }
     a += load_as<float>(weights + k) * load(x + k);
     b += load_as<float>(weights + k + width) * load(x + k + width);
     c += load_as<float>(weights + k + 2 * width) * load(x + k + 2 * width);
@@ -76,25 +70,31 @@ MAMBA_INLINE V multiply_row(const S* weights, int64_t columns, const float* x) {
   return (a + b) + (c + d);
 }
 
+// `lanes` rows times tile_batch vectors. The first vectors find the rows in the cache only if the block before asked for them: the hardware
+// follows one stream, not several neighbouring rows.
+template <bool First, class S>
+MAMBA_INLINE void multiply_tile(const S* weights, int64_t columns, int lanes, const float* x, int64_t x_stride, V* sums) {
+  constexpr int together = width >= 16 ? 4 : 2;
+  int r = 0;
+  for (; r + together <= lanes; r += together) multiply<together, First>(weights + r * columns, columns, x, x_stride, sums + r);
+  for (; r < lanes; ++r) multiply<1, false>(weights + r * columns, columns, x, x_stride, sums + r);
+  for (; r < width; ++r)
+    for (int j = 0; j < tile_batch; ++j) sums[j * width + r] = zero<float>();
+}
+
 // `lanes` rows of a matrix times `batch` vectors: out[b * width + r], zeros in the lanes behind. out has width * batch numbers.
 template <class S>
 void multiply_block(const S* weights, int64_t columns, int lanes, const float* x, int64_t x_stride, int64_t batch, float* out) {
   V sums[tile_batch * width];
   int64_t b = 0;
   for (; b + tile_batch <= batch; b += tile_batch) {
-    int r = 0;
-    constexpr int rows = width >= 16 ? 4 : 2;
-    const float* in = x + b * x_stride;
-    for (; r + rows <= lanes; r += rows) {
-      if (b == 0)
-        multiply<rows, tile_batch, true>(weights + r * columns, columns, in, x_stride, sums + r);
-      else
-        multiply<rows, tile_batch, false>(weights + r * columns, columns, in, x_stride, sums + r);
-    }
-    for (; r < lanes; ++r) multiply<1, tile_batch, false>(weights + r * columns, columns, in, x_stride, sums + r);
+    if (b == 0)
+      multiply_tile<true>(weights, columns, lanes, x, x_stride, sums);
+    else
+      multiply_tile<false>(weights, columns, lanes, x + b * x_stride, x_stride, sums);
     for (int j = 0; j < tile_batch; ++j) {
       V row[width];
-      for (int i = 0; i < width; ++i) row[i] = i < lanes ? sums[j * width + i] : zero<float>();
+      for (int i = 0; i < width; ++i) row[i] = sums[j * width + i];
       store(out + (b + j) * width, sum_each(row));
     }
   }

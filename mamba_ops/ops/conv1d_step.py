@@ -168,10 +168,23 @@ def _fake_seed_bwd(d_y, state, weight, d_x, d_weight, d_bias=None):
         check.fail(f"d_y must have shape (dim,) or (batch, dim), got {tuple_text(d_y.shape)}")
     if d_x.shape != d_y.shape:
         check.fail(f"d_x must have d_y's shape {tuple_text(d_y.shape)}, got {tuple_text(d_x.shape)}")
+    dim, batched = d_y.shape[-1], d_y.dim() == 2
+    width = weight.shape[1] if weight.dim() == 2 else weight.numel() // max(dim, 1)
+    if width < 1 or weight.numel() != dim * width:
+        shape = tuple_text(weight.shape)
+        check.fail(f"weight must have shape (dim, width) or (dim * width,) with dim = {dim}, got {shape}")
+    for name, tensor in (("weight", weight), ("d_weight", d_weight), ("state", state)):
+        if batched and tensor is state:
+            check.dims("state", state, 3, "(batch, dim, width)")
+            check.shape("state", state, batch=d_y.shape[0], dim=dim, width=width)
+        elif tensor.dim() == 2:
+            check.shape(name, tensor, dim=dim, width=width)
+        else:
+            check.shape(name, tensor, **{"dim * width": dim * width})
     check.same_dtype("d_x", d_x)
     for name, tensor in (("state", state), ("weight", weight), ("d_weight", d_weight), ("d_bias", d_bias)):
         check.floating(name, tensor)
-    check.shape("d_bias", d_bias, dim=d_y.shape[-1])
+    check.shape("d_bias", d_bias, dim=dim)
 
 
 def register(namespace: str) -> None:

@@ -371,3 +371,29 @@ def test_version_counter(backend):
     before = inputs["conv_state"]._version
     call_(backend)(**inputs)
     assert inputs["conv_state"]._version > before
+
+
+@pytest.mark.parametrize(
+    "position, tensor, text",
+    [
+        (1, torch.ones(2, 5, 4), r"state must have shape \(batch, dim, width\) = \(3, 5, 4\), got \(2, 5, 4\)"),
+        (1, torch.ones(3, 20), r"state must have shape \(batch, dim, width\), got \(3, 20\)"),
+        (2, torch.ones(21), r"weight must have shape \(dim, width\) or \(dim \* width,\) with dim = 5, got \(21,\)"),
+        (3, torch.ones(3, 4), r"d_x must have .*, got \(3, 4\)"),
+        (4, torch.ones(4, 5), r"d_weight must have shape \(dim, width\) = \(5, 4\), got \(4, 5\)"),
+        (5, torch.ones(4), r"d_bias must have shape \(dim,\) = \(5,\), got \(4,\)"),
+    ],
+)
+def test_seed_backward_errors(position, tensor, text):
+    arguments = [
+        torch.ones(3, 5),
+        torch.ones(3, 5, 4),
+        torch.ones(5, 4),
+        torch.ones(3, 5),
+        torch.ones(5, 4),
+        torch.ones(5),
+    ]
+    arguments[position] = tensor
+    for device in ("cpu", "meta"):
+        with pytest.raises(RuntimeError, match=f"conv1d_step_bwd_: {text}"):
+            torch.ops.mamba.conv1d_step_bwd_(*(argument.to(device) for argument in arguments))
