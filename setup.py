@@ -80,7 +80,7 @@ def find_cuda() -> Path | None:
     on_path = shutil.which("nvcc")
     folders = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
     folders += [str(Path(on_path).resolve().parent.parent)] if on_path else []
-    for folder in [*filter(None, folders), "/usr/local/cuda"]:
+    for folder in [*filter(None, folders), *(["/usr/local/cuda"] if wish == "1" else [])]:
         if (Path(folder) / "bin" / "nvcc").exists():
             return Path(folder)
     if wish == "1":

@@ -168,13 +168,7 @@ __global__ void __launch_bounds__(scan_threads, 2)
       for (int row = (rows - 1) / chunk * chunk; row >= 0; row -= chunk) {
         const T* const saved = chunk_states + ((at.b * chunks + (begin + row) / chunk) * p.dim + at.channel) * p.dstate + n;
         const int64_t left = live && row < valid ? p.dstate - n : 0;
-        T h[scan_held];
-        if constexpr (kept_steps<T> < chunk) {
-          load_items(h, saved, 1, 0, left);
-          scan_chunk<chunk - kept_steps<T>>(held, h, tile, p, plan, at, segments, row, n, live);
-        }
-        load_items(h, saved, 1, 0, left);
-        scan_chunk<0>(held, h, tile, p, plan, at, segments, row, n, live);
+        scan_pieces<chunk - kept_steps<T>>(held, saved, left, tile, p, plan, at, segments, row, n, live);
         if (p.B_varies || p.C_varies) {
           __syncthreads();
           store_sums(tile, p, plan, at, partial, begin + row, n0);

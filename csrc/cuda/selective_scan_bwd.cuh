@@ -89,9 +89,9 @@ struct Held {
   T dA[scan_held] = {}, dB[scan_held] = {}, dC[scan_held] = {};                  // dB, dC: of constant B and C
 };
 
-// Steps whose states stay in registers: half a chunk with f64, whose first half is then run through twice.
+// Steps whose states stay in registers: with f64 a quarter of a chunk, so that the steps before it are run through again.
 template <class T>
-constexpr int kept_steps = sizeof(T) == 4 ? chunk : chunk / 2;
+constexpr int kept_steps = sizeof(T) == 4 ? chunk : chunk / 4;
 
 // `kept_steps` steps of a chunk, from `first` on (known when compiling, so that all indices into registers are), backwards. `h` is the
 // state that enters the chunk at the tile's row `row`.
@@ -181,6 +181,17 @@ __device__ __forceinline__ void scan_chunk(Held<T>& held, T (&h)[scan_held], con
       }
     }
   }
+}
+
+// The whole chunk, piece by piece; its 4 states at the start are read from `saved`, `left` of them (the others are 0).
+template <int first, class T>
+__device__ __forceinline__ void scan_pieces(Held<T>& held, const T* saved, int64_t left, const BackwardTile<T>& tile,
+                                            const SelectiveScanBwd& p, const ScanPlan& plan, const ScanPlace& at,
+                                            const ScanSegments& segments, int row, int64_t n, bool live) {
+  T h[scan_held];
+  load_items(h, saved, 1, 0, left);
+  scan_chunk<first>(held, h, tile, p, plan, at, segments, row, n, live);
+  if constexpr (first > 0) scan_pieces<first - kept_steps<T>>(held, saved, left, tile, p, plan, at, segments, row, n, live);
 }
 
 }  // namespace mamba::cuda
