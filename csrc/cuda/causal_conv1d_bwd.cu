@@ -16,7 +16,8 @@ constexpr int sums = conv_width + 1;  // of a channel: taps, bias
 
 // Block sums: partial[(block * sums + k) * dim + d].
 template <class S>
-__global__ void __launch_bounds__(conv_threads, 4) backward_kernel(const CausalConv1dBwd p, const ConvPlan plan, Accumulate<S>* partial) {
+__global__ void __launch_bounds__(conv_threads, sizeof(S) == 8 ? 3 : 4)
+    backward_kernel(const CausalConv1dBwd p, const ConvPlan plan, Accumulate<S>* partial) {
   using T = Accumulate<S>;
   constexpr int past = conv_width - 1, reach = conv_times + past;
   const ConvPlace at(p, plan);

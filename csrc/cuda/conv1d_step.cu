@@ -38,7 +38,7 @@ __device__ __forceinline__ Accumulate<S> convolve(const Params& p, int64_t b, in
 }
 
 template <class S>
-__global__ void __launch_bounds__(threads) forward_kernel(const Conv1dStepFwd p) {
+__global__ void __launch_bounds__(threads, 8) forward_kernel(const Conv1dStepFwd p) {
   using T = Accumulate<S>;
   const int64_t index = int64_t(blockIdx.x) * threads + threadIdx.x, M = p.state_len;
   if (index >= p.batch * p.dim) return;

@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(threads)
 
 // Rows of in_proj give x, which goes through the convolution and its cache, and z.
 template <class S>
-__global__ void __launch_bounds__(threads) in_kernel(const Layer<S> layer, const float* input) {
+__global__ void __launch_bounds__(threads, 4) in_kernel(const Layer<S> layer, const float* input) {
   const MambaStep& p = layer.p;
   const int64_t row = int64_t(blockIdx.x) * warps_per_block + threadIdx.x / 32, channel = row % p.d_inner, M = p.state_len;
   const int lane = threadIdx.x % 32;
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(threads)
 // delta = softplus(dt_proj r + bias); state = 2^(delta A) state + delta x B; y = (C . state + D x) silu(z). A warp a channel, a lane a
 // state.
 template <class S>
-__global__ void __launch_bounds__(threads) update_kernel(const Layer<S> layer) {
+__global__ void __launch_bounds__(threads, 4) update_kernel(const Layer<S> layer) {
   const MambaStep& p = layer.p;
   const int64_t channel = int64_t(blockIdx.x) * warps_per_block + threadIdx.x / 32, columns = p.dt_rank + 2 * p.d_state;
   const int lane = threadIdx.x % 32;

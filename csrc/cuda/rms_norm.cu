@@ -1,6 +1,6 @@
 // RMS norm, forward and backward. A segment is one group of one row (the whole row without groups); a team of threads owns one segment at a
 // time: one warp for short segments (8 teams a block), else a whole block. A thread holds 8 neighbouring columns in registers; segments
-// longer than 8 columns a thread (8192 a block) go through the caches a second time.
+// longer than 8 columns a thread (4096 a block forward, 2048 backward) go through the caches a second time.
 //
 // Bytes: forward reads x (z, residual), writes out (residual_out); backward reads dout, x (z, residual, dresidual_out), writes dx (dz,
 // dresidual). Per element with bf16: 4 forward, 6 backward (+ 2 for every optional operand). The partial sums of dweight and dbias add less
@@ -17,18 +17,18 @@
 namespace mamba::cuda {
 namespace {
 
-constexpr int items = 8;                  // columns a thread
-constexpr int warp_columns = 32 * items;  // longest segment of a one-warp team
-constexpr int teams_per_block = 8;        // where a team is a warp
-constexpr int max_threads = 1024;
+constexpr int items = 8;                                      // columns a thread
+constexpr int warp_columns = 32 * items;                      // longest segment of a one-warp team
+constexpr int teams_per_block = 8;                            // where a team is a warp
+constexpr int forward_threads = 512, backward_threads = 256;  // at most, of a block that is one team; registers decide
 constexpr int64_t max_strips = 512;
 
 // Threads of a block for segments of `columns`.
-int threads_for(int64_t columns) {
+int threads_for(int64_t columns, int most) {
   int threads = 32 * teams_per_block;
   if (columns > warp_columns) {
     threads = 64;
-    while (threads < max_threads && threads * items < columns) threads *= 2;
+    while (threads < most && threads * items < columns) threads *= 2;
   }
   return threads;
 }
@@ -98,7 +98,7 @@ __device__ __forceinline__ void forward_values(T (&v)[items], const RmsNormFwd& 
 }
 
 template <class S, bool block_team>
-__global__ void __launch_bounds__(block_team ? max_threads : 32 * teams_per_block) forward_kernel(const RmsNormFwd p) {
+__global__ void __launch_bounds__(block_team ? forward_threads : 32 * teams_per_block) forward_kernel(const RmsNormFwd p) {
   using T = Accumulate<S>;
   const Team<block_team> team;
   const int64_t n = p.group_size, groups = p.dim / n, segments = p.rows.count * groups, step = int64_t(team.size) * items;
@@ -236,7 +236,7 @@ __device__ __forceinline__ void add_to_strip(T* partial, const T (&value)[items]
 
 // `partial` holds, for every strip, dim sums of dweight and then dim of dbias.
 template <class S, bool block_team>
-__global__ void __launch_bounds__(block_team ? max_threads : 32 * teams_per_block)
+__global__ void __launch_bounds__(block_team ? backward_threads : 32 * teams_per_block)
     backward_kernel(const RmsNormBwd p, Accumulate<S>* partial, int64_t strips) {
   using T = Accumulate<S>;
   const Team<block_team> team;
@@ -329,7 +329,7 @@ constexpr int64_t most_blocks = 1 << 16;
 
 void rms_norm_fwd(const RmsNormFwd& p, const Context& context) {
   if (p.dim == 0) return;
-  const int threads = threads_for(p.group_size);
+  const int threads = threads_for(p.group_size, forward_threads);
   const int64_t segments = p.rows.count * (p.dim / p.group_size);
   dispatch_floating(p.x.dtype, [&](auto tag) {
     using S = typename decltype(tag)::type;
@@ -343,7 +343,7 @@ void rms_norm_fwd(const RmsNormFwd& p, const Context& context) {
 
 void rms_norm_bwd(const RmsNormBwd& p, const Context& context) {
   if (p.dim == 0) return;
-  const int threads = threads_for(p.group_size);
+  const int threads = threads_for(p.group_size, backward_threads);
   const bool block_team = p.group_size > warp_columns;
   const int64_t per_strip = larger(block_team ? 16 : 32, (p.rows.count + max_strips - 1) / max_strips);
   const int64_t strips = (p.rows.count + per_strip - 1) / per_strip, tasks = strips * (p.dim / p.group_size);

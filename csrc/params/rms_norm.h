@@ -21,7 +21,7 @@ struct RowView {
   int64_t stride[max_leading_axes] = {};
   int64_t column = 0;
 
-  explicit operator bool() const { return data != nullptr; }
+  MAMBA_INLINE explicit operator bool() const { return data != nullptr; }
 };
 
 MAMBA_INLINE int64_t row_offset(const RowLayout& layout, const RowView& view, int64_t row) {

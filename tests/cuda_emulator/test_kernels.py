@@ -132,7 +132,7 @@ MUTANTS = {
         "reduce.cuh",
         "int offset = lanes / 2; offset > 0;",
         "int offset = lanes / 4; offset > 0;",
-        "rms_norm",
+        "rms_norm_block",
     ),
     "wrong stride": (
         "rms_norm.cu",
