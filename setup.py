@@ -41,6 +41,9 @@ COMMON_FLAGS = [
     "-Wno-unused-parameter",
     "-Wno-psabi",
 ]
+CUDA_FLAGS = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "--diag-suppress", "20012,20013,20014,20015"]
+CUDA_FLAGS += ["-Xcompiler", "-fPIC,-fvisibility=hidden"]
+CUDA_ARCHITECTURES = "8.0;9.0;10.0+PTX"
 LEVEL_FLAGS = {
     "baseline": [],
     "avx2": ["-DMAMBA_CPU_AVX2=1", "-mavx2", "-mfma", "-mf16c"],
@@ -65,6 +68,42 @@ def find_compiler() -> str:
         if name and shutil.which(name.split()[0]):
             return name
     raise SystemExit("mamba_ops: no C++ compiler found (c++, g++ or clang++); install one, for example the package g++")
+
+
+def find_cuda() -> Path | None:
+    """The CUDA toolkit's folder, or None where the CUDA library is not to be built.
+
+    MAMBA_OPS_CUDA: 0 (the default while the kernels have not run on a GPU), 1, or auto: where a toolkit is found.
+    """
+    wish = os.environ.get("MAMBA_OPS_CUDA", "0")
+    if wish not in ("auto", "0", "1"):
+        raise SystemExit(f"mamba_ops: MAMBA_OPS_CUDA must be auto, 0 or 1, got {wish}")
+    if wish == "0":
+        return None
+    on_path = shutil.which("nvcc")
+    folders = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    folders += [str(Path(on_path).resolve().parent.parent)] if on_path else []
+    for folder in [*filter(None, folders), *(["/usr/local/cuda"] if wish == "1" else [])]:
+        if (Path(folder) / "bin" / "nvcc").exists():
+            return Path(folder)
+    if wish == "1":
+        raise SystemExit(
+            "mamba_ops: MAMBA_OPS_CUDA=1, but no nvcc was found in CUDA_HOME, on the path or in /usr/local/cuda"
+        )
+    return None
+
+
+def cuda_architectures() -> list[str]:
+    """nvcc's options for TORCH_CUDA_ARCH_LIST: "8.0;9.0+PTX" or "8.0 9.0+PTX"."""
+    options = []
+    for item in (os.environ.get("TORCH_CUDA_ARCH_LIST") or CUDA_ARCHITECTURES).replace(";", " ").split():
+        number = item.removesuffix("+PTX").replace(".", "")
+        if not number.rstrip("af").isdigit():
+            raise SystemExit(f"mamba_ops: TORCH_CUDA_ARCH_LIST must hold numbers such as 9.0 or 9.0+PTX, got {item}")
+        options.append(f"-gencode=arch=compute_{number},code=sm_{number}")
+        if item.endswith("+PTX"):
+            options.append(f"-gencode=arch=compute_{number},code=compute_{number}")
+    return options
 
 
 def torch_folder() -> Path:
@@ -165,16 +204,74 @@ class BuildLibraries(build_ext):
             "linking _C.so",
         )
         partial.replace(library)
-        record = {**self.describe(compiler, torch_path), "library_bytes": library.stat().st_size}
+        toolkit = find_cuda()
+        cuda_library = library.with_name("_C_cuda.so")
+        if toolkit:
+            self.build_cuda(toolkit, flags + torch_flags, torch_path, folder, cuda_library)
+        else:
+            cuda_library.unlink(missing_ok=True)
+        record = self.describe(compiler, torch_path) | self.describe_cuda(toolkit)
+        record["library_bytes"] = library.stat().st_size
         library.with_name(RECORD).write_text(json.dumps(record, indent=1) + "\n")
-        print("mamba_ops: built the CPU library; CUDA kernels are not part of this version", flush=True)
+        built = (
+            f"the CPU and CUDA libraries (toolkit {toolkit})" if toolkit else "the CPU library, without CUDA kernels"
+        )
+        print(f"mamba_ops: built {built}", flush=True)
+
+    def build_cuda(self, toolkit: Path, flags: list[str], torch_path: Path, folder: Path, library: Path) -> None:
+        """_C_cuda.so: the host layer for CUDA tensors, and the kernels."""
+        host_flags = [*flags, "-DMAMBA_CUDA=1", "-DUSE_CUDA", f"-isystem{toolkit / 'include'}"]
+        host = [path for path in sorted((CSRC / "ops").glob("*.cpp")) if not path.name.startswith("cpu_")]
+        units = [Unit(path, "cuda", host_flags, folder) for path in host]
+        nvcc = [str(toolkit / "bin" / "nvcc"), *CUDA_FLAGS, *cuda_architectures(), f"-I{CSRC}"]
+        units += [Unit(path, "cuda", nvcc, folder) for path in sorted((CSRC / "cuda").glob("*.cu"))]
+        units.sort(key=lambda unit: -unit.source.stat().st_size)
+        with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
+            list(pool.map(Unit.compile, units))
+        partial = library.with_suffix(".so.partial")
+        # torch loads its libraries privately, so libtorch_cuda.so must be named as needed. A torch without CUDA
+        # lacks it: then an empty library of that name stands in for it while linking.
+        stubs = folder / "stubs"
+        stubs.mkdir(exist_ok=True)
+        if not (torch_path / "lib" / "libtorch_cuda.so").exists():
+            stub = [
+                "-shared",
+                "-x",
+                "c",
+                "/dev/null",
+                "-Wl,-soname,libtorch_cuda.so",
+                "-o",
+                str(stubs / "libtorch_cuda.so"),
+            ]
+            run([*shlex.split(find_compiler()), *stub], "linking a stand-in for libtorch_cuda.so")
+        objects = [str(unit.object) for unit in units]
+        folders = [f"-L{torch_path / 'lib'}", f"-L{stubs}", f"-L{toolkit / 'lib64'}", f"-L{toolkit / 'lib'}"]
+        libraries = ["-Wl,--no-as-needed", "-ltorch_cpu", "-ltorch_cuda", "-Wl,--as-needed", "-lcudart"]
+        command = [*shlex.split(find_compiler()), "-shared", "-s", *objects, *folders, *libraries, "-o", str(partial)]
+        run(command, "linking _C_cuda.so")
+        partial.replace(library)
+
+    def describe_cuda(self, toolkit: Path | None) -> dict[str, object]:
+        if not toolkit:
+            return {}
+        version = run([str(toolkit / "bin" / "nvcc"), "--version"], "asking nvcc's version").splitlines()
+        architectures = os.environ.get("TORCH_CUDA_ARCH_LIST") or CUDA_ARCHITECTURES
+        return {
+            "cuda": next((line.strip() for line in version if "release" in line), "unknown"),
+            "cuda_architectures": architectures,
+        }
 
     def copy_extensions_to_source(self) -> None:
-        """Editable installs: the record goes where the library goes."""
+        """Editable installs: the record and the CUDA library go where the library goes."""
         super().copy_extensions_to_source()
         for ext in self.extensions:
             built = Path(self.build_lib) / self.get_ext_filename(ext.name)
             shutil.copy(built.with_name(RECORD), ROOT / "mamba_ops" / RECORD)
+            target = ROOT / "mamba_ops" / "_C_cuda.so"
+            if built.with_name(target.name).exists():
+                shutil.copy(built.with_name(target.name), target)
+            else:
+                target.unlink(missing_ok=True)
 
     def describe(self, compiler: list[str], torch_path: Path) -> dict[str, object]:
         """What `python -m mamba_ops` prints and what a failed import compares with."""

@@ -1,7 +1,7 @@
 // Every operator's schema, with its shapes. Sizes that follow from tensors are never arguments.
 #include "ops/api.h"
 
-STABLE_TORCH_LIBRARY(mamba, m) {
+MAMBA_SCHEMAS(m) {
   // The CPU level in use: baseline, avx2 or avx512.
   m.def("cpu_capability() -> str");
 

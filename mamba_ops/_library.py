@@ -25,7 +25,7 @@ def build_information(folder: Path = FOLDER) -> dict[str, Any]:
         return {}
 
 
-def explain(folder: Path, reason: str) -> ImportError:
+def explain(folder: Path, reason: str, name: str = "_C.so") -> ImportError:
     """The one-sentence error for a library that cannot be used."""
     build = build_information(folder)
     built = (
@@ -35,7 +35,7 @@ def explain(folder: Path, reason: str) -> ImportError:
         else "with no build record beside it"
     )
     here = f"{platform.system()} {platform.machine()} with torch {torch.__version__}"
-    return ImportError(f"mamba_ops: {folder / '_C.so'}, {built}, {reason} on {here}: {REBUILD}.")
+    return ImportError(f"mamba_ops: {folder / name}, {built}, {reason} on {here}: {REBUILD}.")
 
 
 def load(folder: Path = FOLDER) -> None:
@@ -67,7 +67,19 @@ def load(folder: Path = FOLDER) -> None:
         torch.ops.mamba.cpu_capability()
     except RuntimeError as error:
         raise ImportError(f"mamba_ops: {error} (found in the environment: {capability!r})") from None
-    refuse_cuda()
+    load_cuda(folder)
+
+
+def load_cuda(folder: Path = FOLDER) -> None:
+    """Load the CUDA kernels where torch has CUDA and they were built; else answer CUDA calls in words."""
+    library = folder / "_C_cuda.so"
+    if torch.version.cuda is None or not library.exists():
+        refuse_cuda()
+        return
+    try:
+        torch.ops.load_library(str(library))
+    except OSError as error:
+        raise explain(folder, loading_problem(library, str(error.__cause__ or error)), library.name) from None
 
 
 def loading_problem(library: Path, text: str) -> str:

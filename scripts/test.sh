@@ -4,6 +4,6 @@ source "$(dirname "$0")/environment.sh"
 install_package test
 say "lint"
 ruff check . && ruff format --check .
-git ls-files -z 'csrc/*.h' 'csrc/*.cpp' | xargs -0 clang-format --dry-run --Werror
+git ls-files -z 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.h' 'tests/*.cpp' 'tests/*.cu' | xargs -0 clang-format --dry-run --Werror
 say "tests"
 python -m pytest -q "$@"

@@ -99,6 +99,7 @@ def test_basename_rule(name):
         f"csrc/params/{name}.h",
         f"csrc/ops/{name}.cpp",
         f"csrc/cpu/{name}.cpp",
+        f"csrc/cuda/{name}.cu",
         f"mamba_ops/ops/{name}.py",
         f"mamba_ops/reference/{name}.py",
         f"tests/ops/test_{name}.py",

@@ -14,7 +14,7 @@ namespace mamba::cpu {
 enum class Level { baseline, avx2, avx512 };
 
 // The best level that the machine supports, or the one MAMBA_OPS_CPU_CAPABILITY names; decided at the first call, which throws when the
-// variable names an unknown or unsupported level. Defined in ops/level.cpp.
+// variable names an unknown or unsupported level. Defined in ops/cpu_level.cpp.
 Level level();
 
 }  // namespace mamba::cpu

@@ -10,7 +10,7 @@
 namespace mamba::cpu {
 
 // Splits 0..count-1 into at most one contiguous range a thread and calls task(context, begin, end) for each.
-// Defined in ops/parallel.cpp. Work items must be independent: the split depends on the number of threads.
+// Defined in ops/cpu_parallel.cpp. Work items must be independent: the split depends on the number of threads.
 void run_parallel(int64_t count, void (*task)(void*, int64_t, int64_t), void* context);
 
 namespace MAMBA_CPU_LEVEL {

@@ -73,7 +73,11 @@ Tensor empty_strided(const Tensor& like, const std::vector<int64_t>& sizes, cons
   const auto dtype_code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype_code, device_type,
                                                   device_index, &handle));
-  return Tensor(handle);
+  Tensor tensor(handle);
+#if MAMBA_EMULATED
+  emulator::note_tensor(tensor, true);
+#endif
+  return tensor;
 }
 
 Tensor empty(const Tensor& like, const std::vector<int64_t>& sizes, ScalarType dtype) {
@@ -100,6 +104,9 @@ void mark_mutated(const char* op, const char* name, const Tensor& tensor) {
   if (aoti_torch_copy_(tensor.get(), tensor.get(), 0))
     fail(op, ": ", name, " is written in place, so it must not be a leaf that requires grad while grad mode is on (detach it or use ",
          "torch.no_grad()), nor an inference tensor outside inference mode");
+#if MAMBA_EMULATED
+  emulator::note_mutated(tensor);
+#endif
 }
 
 int64_t check_packing(const Checker& check, const OptionalTensor& seq_idx, const OptionalTensor& cu_seqlens, int64_t batch,

@@ -27,11 +27,28 @@ std::string device_text(const Tensor& tensor);
 DType dtype_of(const Tensor& tensor);
 ScalarType accumulate_type(ScalarType dtype);  // float64 for float64, else float32
 
+#if MAMBA_EMULATED
+// What the kernels' memory checker (tests/cuda_emulator) learns from the host layer about the tensors of the call at hand.
+namespace emulator {
+void note_tensor(const Tensor& tensor, bool is_output);
+void note_mutated(const Tensor& tensor);
+void forget_tensors();
+}  // namespace emulator
+#endif
+
+// The address that a kernel gets.
+inline void* data_of(const Tensor& tensor) {
+#if MAMBA_EMULATED
+  emulator::note_tensor(tensor, false);
+#endif
+  return const_cast<void*>(tensor.const_data_ptr());
+}
+
 // The tensor as kernels see it. N must be its number of dimensions (checked before by ops/check.h).
 template <int N>
 inline View<N> view_of(const Tensor& tensor) {
   View<N> view;
-  view.data = const_cast<void*>(tensor.const_data_ptr());
+  view.data = data_of(tensor);
   view.dtype = dtype_of(tensor);
   const auto strides = tensor.strides();
   for (int axis = 0; axis < N; ++axis) view.stride[axis] = strides[axis];
@@ -53,3 +70,28 @@ Tensor empty_sequence(const Tensor& like);
 void mark_mutated(const char* op, const char* name, const Tensor& tensor);
 
 }  // namespace mamba
+
+// One host layer, compiled up to three times:
+//   for _C.so         CPU kernels, namespace mamba, dispatch key CPU
+//   for _C_cuda.so    MAMBA_CUDA=1: CUDA kernels, namespace mamba, dispatch key CUDA
+//   for the tests     MAMBA_CUDA=1, MAMBA_EMULATED=1: the CUDA kernels' source executed on the CPU, MAMBA_NAMESPACE given, key CPU
+#define MAMBA_EXPANDED_IMPL(space, key, m) STABLE_TORCH_LIBRARY_IMPL(space, key, m)
+#define MAMBA_EXPANDED_SCHEMAS(space, m) STABLE_TORCH_LIBRARY(space, m)
+#ifndef MAMBA_NAMESPACE
+#define MAMBA_NAMESPACE mamba
+#endif
+#if MAMBA_CUDA && !MAMBA_EMULATED
+#define MAMBA_REGISTER_KERNELS(m) MAMBA_EXPANDED_IMPL(MAMBA_NAMESPACE, CUDA, m)
+#else
+#define MAMBA_REGISTER_KERNELS(m) MAMBA_EXPANDED_IMPL(MAMBA_NAMESPACE, CPU, m)
+#endif
+#define MAMBA_SCHEMAS(m) MAMBA_EXPANDED_SCHEMAS(MAMBA_NAMESPACE, m)
+
+// Runs a kernel on `tensor`'s device and, with CUDA, in its current stream.
+#if MAMBA_CUDA
+#include "ops/cuda_call.h"
+#define MAMBA_RUN(name, params, tensor) \
+  ::mamba::CudaCall(tensor).run([&](const ::mamba::cuda::Context& context) { ::mamba::cuda::name(params, context); })
+#else
+#define MAMBA_RUN(name, params, tensor) ::mamba::cpu::name(params)
+#endif

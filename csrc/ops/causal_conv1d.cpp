@@ -49,7 +49,7 @@ std::tuple<Tensor, Tensor> causal_conv1d_fwd(Tensor x, Tensor weight, OptionalTe
   Tensor last_state = empty(x, {params.num_sequences, params.dim, params.width - 1}, x.scalar_type());
   params.out = view_of<3>(out);
   params.last_state = view_of<3>(last_state);
-  cpu::causal_conv1d_fwd(params);
+  MAMBA_RUN(causal_conv1d_fwd, params, x);
   return {out, last_state};
 }
 
@@ -73,13 +73,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> causal_conv1d_bwd(OptionalTensor dout
   params.dweight = view_of<2>(dweight);
   if (bias) params.dbias = view_of<1>(dbias);
   if (initial_state) params.dinitial_state = view_of<3>(dinitial_state);
-  cpu::causal_conv1d_bwd(params);
+  MAMBA_RUN(causal_conv1d_bwd, params, x);
   return {dx, dweight, dbias, dinitial_state};
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(mamba, CPU, m) {
+MAMBA_REGISTER_KERNELS(m) {
   m.impl("causal_conv1d_fwd", TORCH_BOX(&causal_conv1d_fwd));
   m.impl("causal_conv1d_bwd", TORCH_BOX(&causal_conv1d_bwd));
 }

@@ -33,6 +33,7 @@ Params describe(const Checker& check, const Tensor& x, const Tensor& state, cons
   p.tokens = x.dim() == 3 ? x.size(2) : 1;
   p.width = weight.size(1);
   p.state_len = state.size(2);
+  p.entries = state.size(0);
   check.shape("weight", weight, {{"dim", p.dim}, {"width", p.width}});
   if (p.width < 1) fail(check.op(), ": weight must have shape (dim, width) with width >= 1, got ", shape_text(weight));
   check.shape("bias", bias, {{"dim", p.dim}});
@@ -60,7 +61,7 @@ std::tuple<Tensor, Tensor> conv1d_step_fwd(const Tensor& x, const Tensor& conv_s
   Tensor new_state = empty(x, sizes_of(conv_state), conv_state.scalar_type());
   p.out = samples_view(out);
   p.new_state = view_of<3>(new_state);
-  cpu::conv1d_step_fwd(p);
+  MAMBA_RUN(conv1d_step_fwd, p, x);
   return {out, new_state};
 }
 
@@ -77,7 +78,7 @@ Tensor conv1d_step_(const Tensor& x, const Tensor& conv_state, const Tensor& wei
   p.new_state = p.state;
   p.cache_seqlens = view_of<1>(cache_seqlens);
   p.indices = view_of<1>(conv_state_indices);
-  cpu::conv1d_step_fwd(p);
+  MAMBA_RUN(conv1d_step_fwd, p, x);
   return out;
 }
 
@@ -99,7 +100,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> conv1d_step_bwd(const OptionalTensor&
   p.dstate = view_of<3>(dstate);
   p.dweight = view_of<2>(dweight);
   if (bias) p.dbias = view_of<1>(dbias);
-  cpu::conv1d_step_bwd(p);
+  MAMBA_RUN(conv1d_step_bwd, p, x);
   return {dx, dstate, dweight, dbias};
 }
 
@@ -111,7 +112,7 @@ View<2> filter_view(const Checker& check, const char* name, const Tensor& tensor
   }
   check.shape(name, tensor, {{"dim * width", dim * width}});
   View<2> view;
-  view.data = const_cast<void*>(tensor.const_data_ptr());
+  view.data = data_of(tensor);
   view.dtype = dtype_of(tensor);
   view.stride[0] = tensor.stride(0) * width;
   view.stride[1] = tensor.stride(0);
@@ -140,7 +141,7 @@ void conv1d_step_bwd_(const Tensor& d_y, const Tensor& state, const Tensor& weig
       return view_of<2>(tensor);
     }
     check.shape(name, tensor, {{"dim", p.dim}});
-    view.data = const_cast<void*>(tensor.const_data_ptr());
+    view.data = data_of(tensor);
     view.dtype = dtype_of(tensor);
     view.stride[1] = tensor.stride(0);
     return view;
@@ -167,12 +168,12 @@ void conv1d_step_bwd_(const Tensor& d_y, const Tensor& state, const Tensor& weig
   mark_mutated("conv1d_step_bwd_", "d_x", d_x);
   mark_mutated("conv1d_step_bwd_", "d_weight", d_weight);
   if (d_bias) mark_mutated("conv1d_step_bwd_", "d_bias", *d_bias);
-  cpu::conv1d_step_seed_bwd(p);
+  MAMBA_RUN(conv1d_step_seed_bwd, p, d_y);
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(mamba, CPU, m) {
+MAMBA_REGISTER_KERNELS(m) {
   m.impl("conv1d_step_fwd", TORCH_BOX(&conv1d_step_fwd));
   m.impl("conv1d_step_", TORCH_BOX(&conv1d_step_));
   m.impl("conv1d_step_bwd", TORCH_BOX(&conv1d_step_bwd));

@@ -48,13 +48,13 @@ Tensor mamba_step_(const Tensor& hidden, const Tensor& conv_state, const Tensor&
 
   Tensor out = empty(hidden, {p.batch, p.d_model}, ScalarType::Float);
   p.weight_dtype = dtype_of(weights);
-  p.weights = weights.const_data_ptr();
-  p.parameters = static_cast<const float*>(parameters.const_data_ptr());
+  p.weights = data_of(weights);
+  p.parameters = static_cast<const float*>(data_of(parameters));
   p.hidden = view_of<2>(hidden);
   p.conv_state = view_of<4>(conv_state);
   p.ssm_state = view_of<4>(ssm_state);
-  p.out = static_cast<float*>(out.mutable_data_ptr());
-  cpu::mamba_step(p);
+  p.out = static_cast<float*>(data_of(out));
+  MAMBA_RUN(mamba_step, p, hidden);
   return out;
 }
 
@@ -76,15 +76,15 @@ Tensor mamba_step_logits(const Tensor& hidden, const Tensor& norm_weight, const 
   p.hidden = view_of<2>(hidden);
   p.norm_weight = view_of<1>(norm_weight);
   p.weight_dtype = dtype_of(weight);
-  p.weight = weight.const_data_ptr();
-  p.out = static_cast<float*>(out.mutable_data_ptr());
-  cpu::mamba_step_logits(p);
+  p.weight = data_of(weight);
+  p.out = static_cast<float*>(data_of(out));
+  MAMBA_RUN(mamba_step_logits, p, hidden);
   return out;
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(mamba, CPU, m) {
+MAMBA_REGISTER_KERNELS(m) {
   m.impl("mamba_step_", TORCH_BOX(&mamba_step_));
   m.impl("mamba_step_logits", TORCH_BOX(&mamba_step_logits));
 }

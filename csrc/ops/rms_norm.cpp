@@ -21,7 +21,7 @@ class RowOperands {
     RowLayout layout;
     layout.count = 1;
     for (const Operand& operand : operands_) {
-      operand.view->data = const_cast<void*>(operand.tensor.const_data_ptr());
+      operand.view->data = data_of(operand.tensor);
       operand.view->dtype = dtype_of(operand.tensor);
       operand.view->column = operand.columns ? operand.tensor.stride(axes) : 0;
     }
@@ -117,7 +117,7 @@ std::tuple<Tensor, Tensor, Tensor> rms_norm_fwd(Tensor x, OptionalTensor weight,
   params.norm_before_gate = norm_before_gate;
   params.weight = view_of<1>(weight);
   params.bias = view_of<1>(bias);
-  cpu::rms_norm_fwd(params);
+  MAMBA_RUN(rms_norm_fwd, params, x);
   return {out, residual_out, rms};
 }
 
@@ -162,7 +162,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rms_norm_bwd(OptionalTensor d
   params.bias = view_of<1>(bias);
   if (weight) params.dweight = view_of<1>(dweight);
   if (bias) params.dbias = view_of<1>(dbias);
-  cpu::rms_norm_bwd(params);
+  MAMBA_RUN(rms_norm_bwd, params, x);
   return {dx, dweight, dbias, dz, dresidual};
 }
 
@@ -196,12 +196,12 @@ void rms_norm_bwd_(Tensor dy, Tensor x, Tensor weight, Tensor rms, Tensor dx, Te
   params.accumulate = true;
   params.weight = view_of<1>(weight);
   params.dweight = view_of<1>(dweight);
-  cpu::rms_norm_bwd(params);
+  MAMBA_RUN(rms_norm_bwd, params, x);
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(mamba, CPU, m) {
+MAMBA_REGISTER_KERNELS(m) {
   m.impl("rms_norm_fwd", TORCH_BOX(&rms_norm_fwd));
   m.impl("rms_norm_bwd", TORCH_BOX(&rms_norm_bwd));
   m.impl("rms_norm_bwd_", TORCH_BOX(&rms_norm_bwd_));

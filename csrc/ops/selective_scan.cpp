@@ -28,7 +28,7 @@ void check_projection(const Checker& check, const char* name, const Tensor& tens
 // B, C and their gradients as (batch, group, dstate, seqlen).
 View<4> projection_view(const Tensor& tensor) {
   View<4> view;
-  view.data = const_cast<void*>(tensor.const_data_ptr());
+  view.data = data_of(tensor);
   view.dtype = dtype_of(tensor);
   const int64_t axes = tensor.dim();
   if (axes == 2) {
@@ -106,8 +106,8 @@ std::tuple<Tensor, Tensor, Tensor> selective_scan_fwd(Tensor u, Tensor delta, Te
   Tensor chunk_states = empty(u, {save_states ? chunk_states_size(params) : 0}, acc);
   params.out = view_of<3>(out);
   params.last_state = view_of<3>(last_state);
-  if (save_states) params.chunk_states = chunk_states.mutable_data_ptr();
-  cpu::selective_scan_fwd(params);
+  if (save_states) params.chunk_states = data_of(chunk_states);
+  MAMBA_RUN(selective_scan_fwd, params, u);
   return {out, last_state, chunk_states};
 }
 
@@ -135,7 +135,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   Tensor ddelta_bias = empty_gradient(u, delta_bias), dinitial_state = empty_gradient(u, initial_state);
   params.dout = view_of<3>(dout);
   params.dlast_state = view_of<3>(dlast_state);
-  params.chunk_states = chunk_states.const_data_ptr();
+  params.chunk_states = data_of(chunk_states);
   params.du = view_of<3>(du);
   params.ddelta = view_of<3>(ddelta);
   if (z) params.dz = view_of<3>(dz);
@@ -149,13 +149,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
     torch::stable::zero_(dB);
     torch::stable::zero_(dC);
   }
-  cpu::selective_scan_bwd(params);
+  MAMBA_RUN(selective_scan_bwd, params, u);
   return {du, ddelta, dA, dB, dC, dD, dz, ddelta_bias, dinitial_state};
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(mamba, CPU, m) {
+MAMBA_REGISTER_KERNELS(m) {
   m.impl("selective_scan_fwd", TORCH_BOX(&selective_scan_fwd));
   m.impl("selective_scan_bwd", TORCH_BOX(&selective_scan_bwd));
 }

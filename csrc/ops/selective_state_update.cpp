@@ -37,6 +37,7 @@ bool describe(SelectiveStateUpdateInputs& p, const Checker& check, const Argumen
   p.headdim = in.x.size(heads ? 2 : 1);
   p.dstate = in.state.size(heads ? 3 : 2);
   p.ngroups = heads ? in.B.size(1) : 1;
+  p.entries = in.state.size(0);
   p.dt_softplus = dt_softplus;
   const Size batch{"batch", p.batch}, nheads{"nheads", p.nheads}, headdim{heads ? "headdim" : "dim", p.headdim};
   const Size dstate{"dstate", p.dstate}, ngroups{"ngroups", p.ngroups};
@@ -87,7 +88,7 @@ std::tuple<Tensor, Tensor> selective_state_update_fwd(const Tensor& state, const
   Tensor new_state = empty(x, sizes_of(state), state.scalar_type());
   p.out = with_heads<3>(out, heads, 1);
   p.new_state = with_heads<4>(new_state, heads, 1);
-  cpu::selective_state_update_fwd(p);
+  MAMBA_RUN(selective_state_update_fwd, p, x);
   return {out, new_state};
 }
 
@@ -103,7 +104,7 @@ Tensor selective_state_update_(const Tensor& state, const Tensor& x, const Tenso
   p.indices = view_of<1>(state_batch_indices);
   p.out = with_heads<3>(out, heads, 1);
   p.new_state = p.state;
-  cpu::selective_state_update_fwd(p);
+  MAMBA_RUN(selective_state_update_fwd, p, x);
   return out;
 }
 
@@ -133,13 +134,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   if (z) p.dz = with_heads<3>(dz, heads, 1);
   if (D) p.dD = with_heads<2>(dD, heads, 0);
   if (dt_bias) p.ddt_bias = with_heads<2>(ddt_bias, heads, 0);
-  cpu::selective_state_update_bwd(p);
+  MAMBA_RUN(selective_state_update_bwd, p, x);
   return {dstate, dx, ddt, dA, dB, dC, dD, dz, ddt_bias};
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(mamba, CPU, m) {
+MAMBA_REGISTER_KERNELS(m) {
   m.impl("selective_state_update_fwd", TORCH_BOX(&selective_state_update_fwd));
   m.impl("selective_state_update_", TORCH_BOX(&selective_state_update_));
   m.impl("selective_state_update_bwd", TORCH_BOX(&selective_state_update_bwd));

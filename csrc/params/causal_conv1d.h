@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/view.h"
-#include "cpu/level.h"
+#include "params/kernel.h"
 
 namespace mamba {
 
@@ -39,5 +39,5 @@ struct CausalConv1dBwd {
 
 }  // namespace mamba
 
-MAMBA_CPU_KERNEL(causal_conv1d_fwd, CausalConv1dFwd)
-MAMBA_CPU_KERNEL(causal_conv1d_bwd, CausalConv1dBwd)
+MAMBA_KERNEL(causal_conv1d_fwd, CausalConv1dFwd)
+MAMBA_KERNEL(causal_conv1d_bwd, CausalConv1dBwd)

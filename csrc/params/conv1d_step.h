@@ -2,12 +2,13 @@
 #pragma once
 
 #include "common/view.h"
-#include "cpu/level.h"
+#include "params/kernel.h"
 
 namespace mamba {
 
 struct Conv1dStepFwd {
   int64_t batch, dim, width, tokens, state_len;
+  int64_t entries;  // of the cache: its leading size
   bool silu;
   View<3> x;              // (batch, dim, tokens)
   View<3> state;          // (batch, dim, state_len), or (entries, dim, state_len) with indices
@@ -21,6 +22,7 @@ struct Conv1dStepFwd {
 
 struct Conv1dStepBwd {
   int64_t batch, dim, width, tokens, state_len;
+  int64_t entries;
   bool silu;
   View<3> x, state;
   View<2> weight;
@@ -42,6 +44,6 @@ struct Conv1dStepSeedBwd {
 
 }  // namespace mamba
 
-MAMBA_CPU_KERNEL(conv1d_step_fwd, Conv1dStepFwd)
-MAMBA_CPU_KERNEL(conv1d_step_bwd, Conv1dStepBwd)
-MAMBA_CPU_KERNEL(conv1d_step_seed_bwd, Conv1dStepSeedBwd)
+MAMBA_KERNEL(conv1d_step_fwd, Conv1dStepFwd)
+MAMBA_KERNEL(conv1d_step_bwd, Conv1dStepBwd)
+MAMBA_KERNEL(conv1d_step_seed_bwd, Conv1dStepSeedBwd)

@@ -7,7 +7,7 @@
 #pragma once
 
 #include "common/view.h"
-#include "cpu/level.h"
+#include "params/kernel.h"
 
 namespace mamba {
 
@@ -45,5 +45,5 @@ struct MambaStepLogits {
 
 }  // namespace mamba
 
-MAMBA_CPU_KERNEL(mamba_step, MambaStep)
-MAMBA_CPU_KERNEL(mamba_step_logits, MambaStepLogits)
+MAMBA_KERNEL(mamba_step, MambaStep)
+MAMBA_KERNEL(mamba_step_logits, MambaStepLogits)

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/view.h"
-#include "cpu/level.h"
+#include "params/kernel.h"
 
 namespace mamba {
 
@@ -21,7 +21,7 @@ struct RowView {
   int64_t stride[max_leading_axes] = {};
   int64_t column = 0;
 
-  explicit operator bool() const { return data != nullptr; }
+  MAMBA_INLINE explicit operator bool() const { return data != nullptr; }
 };
 
 MAMBA_INLINE int64_t row_offset(const RowLayout& layout, const RowView& view, int64_t row) {
@@ -57,5 +57,5 @@ struct RmsNormBwd {
 
 }  // namespace mamba
 
-MAMBA_CPU_KERNEL(rms_norm_fwd, RmsNormFwd)
-MAMBA_CPU_KERNEL(rms_norm_bwd, RmsNormBwd)
+MAMBA_KERNEL(rms_norm_fwd, RmsNormFwd)
+MAMBA_KERNEL(rms_norm_bwd, RmsNormBwd)

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "common/view.h"
-#include "cpu/level.h"
+#include "params/kernel.h"
 
 namespace mamba {
 
@@ -45,5 +45,5 @@ inline constexpr int64_t selective_scan_chunk = 8;
 
 }  // namespace mamba
 
-MAMBA_CPU_KERNEL(selective_scan_fwd, SelectiveScanFwd)
-MAMBA_CPU_KERNEL(selective_scan_bwd, SelectiveScanBwd)
+MAMBA_KERNEL(selective_scan_fwd, SelectiveScanFwd)
+MAMBA_KERNEL(selective_scan_bwd, SelectiveScanBwd)

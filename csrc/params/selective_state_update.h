@@ -2,12 +2,13 @@
 #pragma once
 
 #include "common/view.h"
-#include "cpu/level.h"
+#include "params/kernel.h"
 
 namespace mamba {
 
 struct SelectiveStateUpdateInputs {
   int64_t batch, nheads, headdim, dstate, ngroups;
+  int64_t entries;  // leading size of state
   bool dt_softplus;
   View<4> state;       // (batch, nheads, headdim, dstate), or (entries, …) with indices
   View<3> x, dt, z;    // (batch, nheads, headdim); z may be absent
@@ -32,5 +33,5 @@ struct SelectiveStateUpdateBwd : SelectiveStateUpdateInputs {
 
 }  // namespace mamba
 
-MAMBA_CPU_KERNEL(selective_state_update_fwd, SelectiveStateUpdateFwd)
-MAMBA_CPU_KERNEL(selective_state_update_bwd, SelectiveStateUpdateBwd)
+MAMBA_KERNEL(selective_state_update_fwd, SelectiveStateUpdateFwd)
+MAMBA_KERNEL(selective_state_update_bwd, SelectiveStateUpdateBwd)
