@@ -371,10 +371,10 @@ void begin_atomic(const void* p, size_t bytes) {
 // The hooks that g++ -fsanitize=thread calls before every access. __tsan_init runs when an instrumented object is loaded.
 #define EMU_HOOK(name, bytes, write, aligned) \
   void name(void* p) { emu::hook(p, bytes, write, aligned, __builtin_return_address(0)); }
-#define EMU_HOOKS(bytes)                                                                                       \
-  EMU_HOOK(__tsan_read##bytes, bytes, false, true)                                                             \
-  EMU_HOOK(__tsan_write##bytes, bytes, true, true) EMU_HOOK(__tsan_unaligned_read##bytes, bytes, false, false) \
-      EMU_HOOK(__tsan_unaligned_write##bytes, bytes, true, false)
+#define EMU_HOOKS(bytes)                           \
+  EMU_HOOK(__tsan_read##bytes, bytes, false, true) \
+  EMU_HOOK(__tsan_write##bytes, bytes, true, true) \
+  EMU_HOOK(__tsan_unaligned_read##bytes, bytes, false, false) EMU_HOOK(__tsan_unaligned_write##bytes, bytes, true, false)
 extern "C" {
 EMU_HOOKS(1) EMU_HOOKS(2) EMU_HOOKS(4) EMU_HOOKS(8) EMU_HOOKS(16) void __tsan_read_range(void* p, size_t n) {
   emu::hook(p, n, false, false, __builtin_return_address(0));
