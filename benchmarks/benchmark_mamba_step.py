@@ -78,7 +78,8 @@ def small_stack(bench, threads):
     ids = torch.randint(256, (1, 5))
     cache = model.allocate_inference_cache(1)
     model(ids, inference_params=cache)
-    weights = model._decoder._current(model.backbone)
+    model(ids[:, -1:], inference_params=cache)
+    weights = model._decoder.packed(model.backbone)
     hidden, mixer = torch.randn(1, 128), model.backbone.layers[0].mixer
     residual = hidden.double()
     exact = MambaLM(model.config, dtype=torch.float64).eval()
