@@ -118,8 +118,8 @@ def mamba_step_(
         \mathrm{hidden} \leftarrow \mathrm{hidden} + \mathrm{mixer}(\mathrm{rms\_norm}(\mathrm{hidden}))
         \quad \text{for every layer}
 
-    Products accumulate in float32. With bfloat16 weights, CPUs that have instructions for it (AVX512-BF16) round what the
-    weights are multiplied with to bfloat16, as nn.Linear does; others keep float32.
+    Products accumulate in float32. With bfloat16 weights, CPUs that have instructions for it (AVX512-BF16) round what
+    the weights are multiplied with to bfloat16, as nn.Linear does; others keep float32.
 
     Args:
         hidden: (batch, d_model), any floating dtype: the residual stream in front of the first layer.
