@@ -93,7 +93,14 @@ class Layer {
       input = normed;
     }
     operand = arrange<S>(input, p.d_model, model, p.batch, arranged);
-    each_block(blocks_of(p.d_inner), 2 * width * p.d_model, [&](int64_t block, float* out) { project_in(block, out); });
+    each_range(blocks_of(p.d_inner), 2 * width * p.d_model, [&](int64_t begin, int64_t end, float* out) {
+      // Where little is computed, all depends on reading memory in order, in one stream that the hardware follows.
+      const int64_t together = p.batch < tile_batch ? end - begin : 1;
+      for (; begin < end; begin += together) {
+        for (int64_t block = begin; block < begin + together; ++block) project_gate(block, out);
+        for (int64_t block = begin; block < begin + together; ++block) project_input(block, out);
+      }
+    });
     operand = arrange<S>(x, p.d_inner, inner, p.batch, arranged);
     each_block(blocks_of(p.dt_rank + 2 * p.d_state), width * p.d_inner, [&](int64_t block, float* out) {
       const int lanes = lanes_in(block, p.dt_rank + 2 * p.d_state);
@@ -113,22 +120,35 @@ class Layer {
   }
 
  private:
-  // body(block, out) for every block; `out` has room for a vector per row of the batch and the convolution's samples.
+  // body(begin, end, out) for ranges of blocks, of `products` a row of the batch each; `out` has room for what a block works with.
   template <class F>
-  void each_block(int64_t blocks, int64_t products, F&& body) {
+  void each_range(int64_t blocks, int64_t products, F&& body) {
     const auto range = [&](int64_t begin, int64_t end) {
       Scratch<float> out((p.batch + p.state_len + 1 + p.d_state + p.dt_rank) * width);
-      for (int64_t block = begin; block < end; ++block) body(block, out.get());
+      body(begin, end, out.get());
     };
     parallel_for(blocks, range, serial_products / (products * p.batch + 1));
   }
 
-  // Rows of in_proj that give x and z of one vector of channels; x goes through the convolution.
-  void project_in(int64_t block, float* out) {
+  template <class F>
+  void each_block(int64_t blocks, int64_t products, F&& body) {
+    each_range(blocks, products, [&](int64_t begin, int64_t end, float* out) {
+      for (int64_t block = begin; block < end; ++block) body(block, out);
+    });
+  }
+
+  // Rows of in_proj that give z of one vector of channels.
+  void project_gate(int64_t block, float* out) {
     const int64_t inner = padded_lanes(p.d_inner), channel = block * width;
     const int lanes = lanes_in(block, p.d_inner);
     multiply_block(in_proj + (p.d_inner + channel) * p.d_model, p.d_model, lanes, operand, p.batch, out);
     for (int64_t b = 0; b < p.batch; ++b) store(z + b * inner + channel, load(out + b * width) + load(in_bias + inner + channel));
+  }
+
+  // Rows of in_proj that give x of one vector of channels, and the convolution.
+  void project_input(int64_t block, float* out) {
+    const int64_t inner = padded_lanes(p.d_inner), channel = block * width;
+    const int lanes = lanes_in(block, p.d_inner);
     multiply_block(in_proj + channel * p.d_model, p.d_model, lanes, operand, p.batch, out);
     float* samples = out + p.batch * width;
     const View<4>& cache = p.conv_state;
@@ -154,6 +174,7 @@ class Layer {
     const int count = static_cast<int>(p.d_state);
     for (int64_t b = 0; b < p.batch; ++b) {
       void* state = address(cache, index, b, channel, 0);
+      prefetch_next(b, channel);
       load_tile(states, state, cache.dtype, cache.stride[3], cache.stride[2], count, lanes);
       const V delta = softplus(dt_product(weights, proj + b * projected) + load(dt_bias + channel)), in = load(x + b * inner + channel);
       const V delta_x = delta * in;
@@ -170,6 +191,18 @@ class Layer {
       }
       store(y + b * inner + channel, (even + odd) * silu(load(z + b * inner + channel)));
       store_tile(states, state, cache.dtype, cache.stride[3], cache.stride[2], count, lanes);
+    }
+  }
+
+  // The states and decay rates that come next lie in many places, which the hardware does not foresee. (Inline: GCC drops
+  // calls of functions that only prefetch.)
+  MAMBA_INLINE void prefetch_next(int64_t b, int64_t channel) const {
+    const bool last = b + 1 == p.batch;
+    if (last) channel += width;
+    if (channel >= p.d_inner) return;
+    for (int64_t n = 0; n < p.d_state; ++n) {
+      __builtin_prefetch(address(p.ssm_state, index, last ? 0 : b + 1, channel, n));
+      if (last) __builtin_prefetch(A + n * padded_lanes(p.d_inner) + channel);
     }
   }
 
