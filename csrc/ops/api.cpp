@@ -4,7 +4,28 @@
 
 #include "ops/check.h"
 
+#if defined(__linux__) && !MAMBA_CUDA
+#include <sys/mman.h>
+#endif
+
 namespace mamba {
+namespace {
+
+// Large outputs in pages of 2 MiB where Linux has some: filling memory for the first time costs a fault for each page, and with pages of
+// 4 KiB that takes longer than most kernels. A hint, so nothing depends on whether it is heard.
+void prefer_huge_pages(const Tensor& tensor) {
+#if defined(__linux__) && !MAMBA_CUDA
+  constexpr uintptr_t page = uintptr_t{2} << 20;
+  const auto begin = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+  const uintptr_t end = begin + static_cast<uintptr_t>(tensor.numel()) * tensor.element_size();
+  const uintptr_t first = (begin + page - 1) / page * page, last = end / page * page;
+  if (first < last && tensor.is_cpu()) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#else
+  (void)tensor;
+#endif
+}
+
+}  // namespace
 
 bool is_floating(ScalarType dtype) {
   return dtype == ScalarType::Double || dtype == ScalarType::Float || dtype == ScalarType::BFloat16 || dtype == ScalarType::Half;
@@ -74,6 +95,7 @@ Tensor empty_strided(const Tensor& like, const std::vector<int64_t>& sizes, cons
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype_code, device_type,
                                                   device_index, &handle));
   Tensor tensor(handle);
+  prefer_huge_pages(tensor);
 #if MAMBA_EMULATED
   emulator::note_tensor(tensor, true);
 #endif
