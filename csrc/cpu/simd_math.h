@@ -58,15 +58,35 @@ MAMBA_INLINE Rounded<V> round_nearest(V x) {
   return {shifted, shifted - rounder};
 }
 
+#if MAMBA_CPU_AVX512
+// p 2^n for integers n
+template <class V>
+MAMBA_INLINE V scalef(V p, V n) {
+  if constexpr (sizeof(Lane<V>) == 4)
+    return bit_cast<V>(_mm512_scalef_ps(bit_cast<__m512>(p), bit_cast<__m512>(n)));
+  else
+    return bit_cast<V>(_mm512_scalef_pd(bit_cast<__m512d>(p), bit_cast<__m512d>(n)));
+}
+
+// x minus the nearest integer; 0 for an infinite x. Zen 4 makes vreduce wait for the old contents of its result's register, which strings
+// independent exponentials together, so that register is cleared first.
+template <class V>
+MAMBA_INLINE V fraction_nearest(V x) {
+  V r = zero<Lane<V>>();
+  if constexpr (sizeof(Lane<V>) == 4)
+    asm("vreduceps $8, %1, %0" : "+v"(r) : "v"(x));
+  else
+    asm("vreducepd $8, %1, %0" : "+v"(r) : "v"(x));
+  return r;
+}
+#endif
+
 // p 2^n for any integer |n| <= 2 bias (double: 4000), also where 2^n or the result is subnormal or infinite; one rounding.
 template <class V>
 MAMBA_INLINE V scale_by_power(V p, Rounded<V> n) {
   using T = Lane<V>;
 #if MAMBA_CPU_AVX512
-  if constexpr (sizeof(T) == 4)
-    return bit_cast<V>(_mm512_scalef_ps(bit_cast<__m512>(p), bit_cast<__m512>(n.value)));
-  else
-    return bit_cast<V>(_mm512_scalef_pd(bit_cast<__m512d>(p), bit_cast<__m512d>(n.value)));
+  return scalef(p, n.value);
 #else
   using F = FloatFormat<T>;
   const IntVec<T> bias = broadcast_int<T>(F::bias);
@@ -99,14 +119,8 @@ template <class V>
 MAMBA_INLINE V exp2(V x) {
   using T = Lane<V>;
 #if MAMBA_CPU_AVX512
-  if constexpr (sizeof(T) == 4) {
-    // vreduce = x - round(x), which is 0 for an infinite x
-    const __m512 r = _mm512_reduce_ps(bit_cast<__m512>(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    return bit_cast<V>(_mm512_scalef_ps(bit_cast<__m512>(exp2_fraction(bit_cast<V>(r))), _mm512_sub_ps(bit_cast<__m512>(x), r)));
-  } else {
-    const __m512d r = _mm512_reduce_pd(bit_cast<__m512d>(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    return bit_cast<V>(_mm512_scalef_pd(bit_cast<__m512d>(exp2_fraction(bit_cast<V>(r))), _mm512_sub_pd(bit_cast<__m512d>(x), r)));
-  }
+  const V r = fraction_nearest(x);
+  return scalef(exp2_fraction(r), x - r);
 #else
   using F = FloatFormat<T>;
   // Exponent fields 0 and all ones are the factors 0 and infinity.
