@@ -11,6 +11,7 @@ constexpr int states_in_registers = 16;
 #else
 constexpr int states_in_registers = 8;
 #endif
+constexpr int lines_per_row = 6;
 
 // What the recurrence reads and writes, row by row of a tile. `before` holds the sums over the states already done and `gate` what the sum
 // is multiplied by; both may stand still (pitch 0).
@@ -32,7 +33,7 @@ __attribute__((noinline)) void scan_states(const ScanTile<T>& tile, int rows, co
   Vec<T> h[Count];
   unroll<Count>([&](auto n) __attribute__((always_inline)) { h[n] = load(states + n * width); });
   for (int i = 0; i < rows; ++i) {
-    ask_for_lines(tile.ahead, i);
+    ask_for_lines<lines_per_row>(tile.ahead, i);
     const Vec<T> delta = tile.delta[i], u = tile.u[i], delta_u = delta * u;
     Vec<T> sums[2] = {tile.before[i] + tile.skip * u, zero<T>()};
     unroll<Count>([&](auto n) __attribute__((always_inline)) {
@@ -235,7 +236,7 @@ class Forward {
   ScanRows<T> B_now_{}, C_now_{};
   int64_t first_ = 0;
   ScanSegments segments_;
-  ScanAhead ahead_;
+  ScanAhead<lines_per_row> ahead_;
   alignas(64) T delta_[max_tile * width];
   alignas(64) T u_[max_tile * width];
   alignas(64) T y_[max_tile * width];

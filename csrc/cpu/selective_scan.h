@@ -224,12 +224,11 @@ inline ScanRowPlan scan_row_plan(const SelectiveScanInputs& p, bool per_lane, in
   return {rows, rows};
 }
 
-// Cache lines to ask for while the recurrence runs, a few per row: tiles walk through one line per page, which hardware prefetchers do not
-// follow, and asking for a whole tile at once would stall.
+// Cache lines to ask for while the recurrence runs, `PerRow` in every row: tiles walk through one line per page, which hardware
+// prefetchers do not follow, and asking for many lines at once stalls.
+template <int PerRow>
 class ScanAhead {
  public:
-  static constexpr int per_row = 6;
-
   void clear() { count_ = next_ = 0; }
 
   // One tile of a (batch, dim, seqlen) tensor, by the last element of each row (or channel), where these are contiguous.
@@ -252,11 +251,11 @@ class ScanAhead {
     count_ += static_cast<int>(scan_max(0, room));
   }
 
-  // The list for `rows` rows (per_row entries each), or null when all lines were asked for.
+  // The list for `rows` rows (PerRow entries each), or null when all lines were asked for.
   const void* const* take(int rows) {
     if (next_ >= count_) return nullptr;
     const void* const* list = lines_ + next_;
-    next_ += rows * per_row;
+    next_ += rows * PerRow;
     for (int i = count_; i < next_; ++i) lines_[i] = lines_[count_ - 1];
     return list;
   }
@@ -268,7 +267,7 @@ class ScanAhead {
  private:
   static constexpr int most = 384;
   int count_ = 0, next_ = 0;
-  const void* lines_[most + 2 * 32 * per_row];
+  const void* lines_[most + 2 * 32 * PerRow];
 };
 
 // f(0), f(1), ..., f(Count - 1) with constant arguments: unrolled before the compiler decides which arrays live in registers.
@@ -278,10 +277,11 @@ MAMBA_INLINE void unroll(F&& f) {
       __attribute__((always_inline)) { (f(std::integral_constant<int, static_cast<int>(I)>{}), ...); }(std::make_index_sequence<Count>{});
 }
 
+template <int PerRow>
 MAMBA_INLINE void ask_for_lines(const void* const* list, int row) {
   if (!list) return;
 #pragma GCC unroll 8
-  for (int k = 0; k < ScanAhead::per_row; ++k) __builtin_prefetch(list[row * ScanAhead::per_row + k]);
+  for (int k = 0; k < PerRow; ++k) __builtin_prefetch(list[row * PerRow + k]);
 }
 
 // Calls core(first, std::integral_constant<int, count>) for the states 0..dstate-1 in register-sized pieces.

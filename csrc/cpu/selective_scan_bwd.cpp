@@ -98,37 +98,44 @@ class Backward {
     }
   }
 
+  // Tile by tile over some neighbouring blocks, so that the lane partials of a tile stay in the cache until they are added up.
   void run_cell(int64_t batch, int64_t cell, int64_t end) {
     const int64_t first = plan_.first_block(cell), last = plan_.first_block(cell + 1);
-    for (int64_t block = first; block < last; ++block) {
-      const int64_t channel = blocks_.channel(block);
-      const int lanes = blocks_.lanes(block);
-      if (blocks_.per_lane || block / blocks_.blocks_per_run != loaded_run_) {
-        B_now_ = load_scan_rows(B_rows_.get(), p_, plan_.B, blocks_.per_lane, blocks_.packed, batch, channel, lanes, time_, rows_);
-        C_now_ = load_scan_rows(C_rows_.get(), p_, plan_.C, blocks_.per_lane, blocks_.packed, batch, channel, lanes, time_, rows_);
-        loaded_run_ = block / blocks_.blocks_per_run;
-      }
-      for (int row = (rows_ - 1) / plan_.rows.tile * plan_.rows.tile; row >= 0; row -= plan_.rows.tile) {
-        ahead_.clear();
-        if (row > 0)
-          look_ahead(batch, channel, time_ + row - plan_.rows.tile);
-        else if (block + 1 < end)
-          look_ahead(batch, blocks_.channel(block + 1), time_ + (rows_ - 1) / plan_.rows.tile * plan_.rows.tile);
-        else if (time_ > 0)
-          look_ahead(batch, blocks_.channel(first_), time_ - plan_.rows.tile);
-        const int rows = static_cast<int>(scan_min(plan_.rows.tile, rows_ - row));
-        const bool one_tile = plan_.rows.tile == plan_.rows.block;
-        fresh_ = block == first || !one_tile;
-        if (fresh_) clear_padding(row, rows);
-        tile(batch, block, channel, lanes, row, rows);
-        // Lane partials: over all blocks of the cell where they stay in the cache, else block by block.
-        if (one_tile && block + 1 < last) continue;
-        if (p_.B_varies) add_lanes(dB_.get(), sums_B_.get(), row, rows, one_tile || block == first);
-        if (p_.C_varies) add_lanes(dC_.get(), sums_C_.get(), row, rows, one_tile || block == first);
-      }
-    }
+    const int64_t together = plan_.rows.tile == plan_.rows.block ? last - first : 4;
+    for (int64_t block = first; block < last; block += together)
+      run_blocks(batch, block, scan_min(block + together, last), end, block == first);
     if (p_.B_varies) store_sums(sums_B_.get(), dB_.get(), plan_.B, p_.dB, parts_.B.get(), batch, cell);
     if (p_.C_varies) store_sums(sums_C_.get(), dC_.get(), plan_.C, p_.dC, parts_.C.get(), batch, cell);
+  }
+
+  void run_blocks(int64_t batch, int64_t first, int64_t last, int64_t end, bool set) {
+    const int tiles = (rows_ + plan_.rows.tile - 1) / plan_.rows.tile;
+    for (int k = tiles - 1; k >= 0; --k) {
+      const int row = k * plan_.rows.tile, rows = static_cast<int>(scan_min(plan_.rows.tile, rows_ - row));
+      for (int64_t block = first; block < last; ++block) {
+        const int64_t channel = blocks_.channel(block);
+        const int lanes = blocks_.lanes(block);
+        if (blocks_.per_lane || block / blocks_.blocks_per_run != loaded_run_) {
+          B_now_ = load_scan_rows(B_rows_.get(), p_, plan_.B, blocks_.per_lane, blocks_.packed, batch, channel, lanes, time_, rows_);
+          C_now_ = load_scan_rows(C_rows_.get(), p_, plan_.C, blocks_.per_lane, blocks_.packed, batch, channel, lanes, time_, rows_);
+          loaded_run_ = block / blocks_.blocks_per_run;
+        }
+        ahead_.clear();
+        if (block + 1 < last)
+          look_ahead(batch, blocks_.channel(block + 1), time_ + row);
+        else if (k > 0)
+          look_ahead(batch, blocks_.channel(first), time_ + row - plan_.rows.tile);
+        else if (last < end)
+          look_ahead(batch, blocks_.channel(last), time_ + (tiles - 1) * plan_.rows.tile);
+        else if (time_ > 0)
+          look_ahead(batch, blocks_.channel(first_), time_ - plan_.rows.tile);
+        fresh_ = block == first;
+        if (fresh_) clear_padding(row, rows);
+        tile(batch, block, channel, lanes, row, rows);
+      }
+      if (p_.B_varies) add_lanes(dB_.get(), sums_B_.get(), row, rows, set);
+      if (p_.C_varies) add_lanes(dC_.get(), sums_C_.get(), row, rows, set);
+    }
   }
 
   // Padding rows are never visited; the first block that adds to the lane partials sets all others.
@@ -347,7 +354,7 @@ class Backward {
   int rows_ = 0;
   bool fresh_ = false;  // nothing was added to the lane partials yet
   ScanSegments segments_;
-  ScanAhead ahead_;
+  ScanAhead<backward_lines_per_row> ahead_;
   alignas(64) T delta_[max_tile * width];
   alignas(64) T slope_[max_tile * width];
   alignas(64) T u_[max_tile * width];

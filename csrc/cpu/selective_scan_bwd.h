@@ -7,6 +7,7 @@
 namespace mamba::cpu::MAMBA_CPU_LEVEL {
 
 inline constexpr int backward_states_in_registers = 8;
+inline constexpr int backward_lines_per_row = 2;
 inline constexpr int chunk_rows = static_cast<int>(selective_scan_chunk);
 
 // What one piece of states reads and writes, row by row. `y`, `s1` and `s2` accumulate over pieces: y = sum C h, s1 = sum lambda B,
@@ -44,7 +45,7 @@ __attribute__((noinline)) void scan_states_backward(const BackwardTile<T>& tile,
       const T *b_row = B.data + i * B.row_step, *c_row = C.data + i * C.row_step;
       T *kept = buffer + i * 2 * Count * width, *dC_row = dC.data + i * dC.row_step;
       const T* dC_before = dC.before + i * dC.before_step;
-      ask_for_lines(tile.ahead, i);
+      ask_for_lines<backward_lines_per_row>(tile.ahead, i);
       Vec<T> y = first ? zero<T>() : load(tile.y + i * width);
       unroll<Count>([&](auto n) __attribute__((always_inline)) {
         const Vec<T> b = PerLane ? load(b_row + n * width) : broadcast<T>(b_row[n]);
@@ -70,7 +71,7 @@ __attribute__((noinline)) void scan_states_backward(const BackwardTile<T>& tile,
     const T *b_row = B.data + i * B.row_step, *c_row = C.data + i * C.row_step, *kept = buffer + i * 2 * Count * width;
     T* dB_row = dB.data + i * dB.row_step;
     const T* dB_before = dB.before + i * dB.before_step;
-    ask_for_lines(tile.ahead, 2 * rows - 1 - i);
+    ask_for_lines<backward_lines_per_row>(tile.ahead, 2 * rows - 1 - i);
     Vec<T> s1 = first ? zero<T>() : load(tile.s1 + i * width), s2 = first ? zero<T>() : load(tile.s2 + i * width);
     unroll<Count>([&](auto n) __attribute__((always_inline)) {
       const Vec<T> b = PerLane ? load(b_row + n * width) : broadcast<T>(b_row[n]);
