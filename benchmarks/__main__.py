@@ -1,4 +1,4 @@
-"""python -m benchmarks [--quick | --full] [--threads 1,2] [--repeats N] [--save] [op ...]"""
+"""python -m benchmarks [--quick | --full] [--threads 1,2] [--repeats N] [--save] [--plots] [op ...]"""
 
 import argparse
 import importlib
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from . import harness
+from . import harness, plots
 from .limits import Limits
 
 OPS = sorted(path.stem.removeprefix("benchmark_") for path in Path(__file__).parent.glob("benchmark_*.py"))
@@ -28,7 +28,10 @@ def main():
     )
     parser.add_argument("--repeats", type=int, help="turns for every candidate (quick: 5, full: 15)")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/<op>.json and .md")
+    parser.add_argument("--plots", action="store_true", help="only draw benchmarks/results/*.png from what was saved")
     arguments = parser.parse_args()
+    if arguments.plots:
+        return plots.draw()
     unknown = set(arguments.op) - set(OPS)
     if unknown:
         parser.error(f"unknown operator {', '.join(sorted(unknown))}; known: {', '.join(OPS)}")
@@ -43,6 +46,8 @@ def main():
         importlib.import_module(f"{__package__}.benchmark_{op}").run(bench, Limits(threads))
         if arguments.save:
             bench.save(op, " ".join(["python -m benchmarks", *sys.argv[1:]]))
+    if arguments.save:
+        plots.draw()
 
 
 if __name__ == "__main__":

@@ -201,5 +201,6 @@ def run(bench, limits):
             compared = others if main_shape and threads == bench.threads[0] else {}
             one_shape(bench, limits, shape, torch.float32, "channel-last", threads, compared)
             one_shape(bench, limits, shape, torch.float32, "channel-first", threads, {})
-        one_shape(bench, limits, shape, torch.bfloat16, "channel-last", bench.threads[0], {})
+        for dtype in shapes.DTYPES[bench.mode][1:]:
+            one_shape(bench, limits, shape, dtype, "channel-last", bench.threads[0], {})
     small_lengths(bench, bench.threads[-1])

@@ -104,6 +104,26 @@ class Bench:
         self.rows += rows
         return {row.candidate: row for row in rows}
 
+    def beside_copy(self, op, job, candidates, verify, nbytes, *, threads):
+        """compare() with Tensor.copy_ beside, which reads and writes `nbytes` altogether, and shares of its speed."""
+        source = torch.ones(nbytes // 8)
+        target = torch.zeros_like(source)
+        candidates = {"Tensor.copy_": lambda: target.copy_(source), **candidates}
+        rows = self.compare(
+            op,
+            job,
+            candidates,
+            lambda name, result: None if name == "Tensor.copy_" else verify(name, result),
+            threads=threads,
+        )
+        for name, row in rows.items():
+            row.notes["MB"] = round(nbytes / 1e6, 1)
+            row.notes["GB/s"] = round(nbytes / row.min_ms / 1e6, 1)
+            row.notes["% of copy bandwidth"] = round(100 * rows["Tensor.copy_"].min_ms / row.min_ms)
+            if name not in ("Tensor.copy_", "mamba_ops") and "mamba_ops" in rows:
+                row.notes["mamba_ops is faster by"] = round(row.min_ms / rows["mamba_ops"].min_ms, 2)
+        self.show(rows)
+
     def show(self, rows):
         for row in rows.values():
             error = "" if row.error is None else f"error {row.error:.1e}"

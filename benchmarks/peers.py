@@ -123,6 +123,31 @@ def norms():
     return {"F.rms_norm": plain, "by hand": by_hand, "by hand, torch.compile": compiled(by_hand)}
 
 
+# ---- one layer ----
+
+
+def mixers(layer, missing):
+    """{name: module} of transformers' MambaMixer with the weights of `layer`, on its plain path and with mambapy."""
+    mamba = optional("transformers.models.mamba.modeling_mamba", missing)
+    if mamba is None:
+        return {}
+    found = {"transformers": False}
+    if optional("mambapy.pscan", missing) is not None:
+        found["transformers with mambapy"] = True
+    for name, use_mambapy in found.items():
+        config = mamba.MambaConfig(
+            hidden_size=layer.d_model,
+            state_size=layer.d_state,
+            conv_kernel=layer.d_conv,
+            expand=layer.expand,
+            time_step_rank=layer.dt_rank,
+            use_mambapy=use_mambapy,
+        )
+        found[name] = mamba.MambaMixer(config, layer_idx=0).train()
+        found[name].load_state_dict(layer.state_dict())
+    return found
+
+
 # ---- whole models: decoding ----
 
 

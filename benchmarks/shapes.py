@@ -1,5 +1,12 @@
 """The shapes that are measured. quick: a few minutes; full: everything."""
 
+import torch
+
+DTYPES = {
+    "quick": (torch.float32, torch.bfloat16),
+    "full": (torch.float32, torch.bfloat16, torch.float16),
+}
+
 CONV = {
     "quick": [(8, 1536, 2048, 4)],
     "full": [(8, 1536, 2048, 4), (1, 1536, 2048, 4), (8, 1536, 2048, 3), (8, 1536, 2048, 8), (64, 768, 16, 4)],
@@ -7,13 +14,19 @@ CONV = {
 # Equal work in rows of different length (report B106).
 SMALL_LENGTHS = [(4096, 16), (512, 128), (64, 1024), (1, 65536)]
 
-NORM = {"quick": [(4096, 768)], "full": [(4096, 768), (4096, 2048), (2048, 768), (65536, 64)]}
+NORM = {"quick": [(4096, 768), (4096, 2048)], "full": [(4096, 768), (4096, 2048), (2048, 768), (65536, 64)]}
 
 # batch, dim, dstate, seqlen
 SCAN = {
     "quick": [(1, 1536, 16, 512), (1, 1536, 16, 2048)],
     "full": [(1, 1536, 16, 512), (1, 1536, 16, 2048), (1, 1536, 16, 8192), (8, 1536, 16, 512)]
     + [(1, 1536, dstate, 2048) for dstate in (1, 4, 64, 128)]
-    + [(1, 64, 16, 2048), (64, 1536, 16, 16)],
+    + [(1, 64, 16, 2048), (64, 1536, 16, 16), (4096, 64, 16, 16)]
+    + [(1, 256, 16, seqlen) for seqlen in (1024, 4096, 16384, 65536)],
 }
 SCAN_MEMORY = (1, 1536, 16, 8192)
+
+# d_model, batch, seqlen
+LAYER = {"quick": [(768, 1, 512), (768, 1, 2048)], "full": [(768, 1, 512), (768, 1, 2048), (768, 8, 512)]}
+
+THREADS = {"selective_scan": (1, 1536, 16, 2048), "causal_conv1d": (8, 1536, 2048, 4), "rms_norm": (4096, 2048)}

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -147,9 +148,18 @@ def test_cuda_calls_are_refused_in_words():
         _library._cuda_refusal("rms_norm_fwd")()
 
 
-@pytest.mark.skipif(not shutil.which("aarch64-linux-gnu-g++"), reason="no cross compiler for aarch64")
+def cross_compiler():
+    """aarch64-linux-gnu-g++, or the newest aarch64-linux-gnu-g++-<version> on the path; None where there is none."""
+    name = "aarch64-linux-gnu-g++"
+    paths = [path for folder in os.get_exec_path() for path in Path(folder).glob(f"{name}-*")]
+    versions = {int(path.name[len(name) + 1 :]) for path in paths if path.name[len(name) + 1 :].isdigit()}
+    newest_first = [f"{name}-{version}" for version in sorted(versions, reverse=True)]
+    return next(filter(shutil.which, [name, *newest_first]), None)
+
+
+@pytest.mark.skipif(not cross_compiler(), reason="no cross compiler for aarch64")
 @pytest.mark.parametrize("path", sorted((_library.FOLDER.parent / "csrc" / "cpu").glob("*.cpp")), ids=lambda p: p.stem)
 def test_kernels_compile_for_aarch64(path):
-    command = ["aarch64-linux-gnu-g++", "-std=c++20", "-fsyntax-only", f"-I{path.parent.parent}", str(path)]
+    command = [cross_compiler(), "-std=c++20", "-fsyntax-only", f"-I{path.parent.parent}", str(path)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 // Always inlined: the same header is compiled for several instruction sets, and an out-of-line copy could be linked into the wrong one.
 #if defined(__CUDACC__)
@@ -44,6 +45,17 @@ template <class F>
 MAMBA_INLINE decltype(auto) dispatch_accumulate(DType dtype, F&& f) {
   if (dtype == DType::f64) return f(Tag<double>{});
   return f(Tag<float>{});
+}
+
+// Calls f(std::bool_constant<flag>{}...).
+template <class F>
+MAMBA_INLINE decltype(auto) with_flags(F&& f) {
+  return f();
+}
+template <class F, class... Flags>
+MAMBA_INLINE decltype(auto) with_flags(F&& f, bool flag, Flags... flags) {
+  if (flag) return with_flags([&](auto... rest) { return f(std::true_type{}, rest...); }, flags...);
+  return with_flags([&](auto... rest) { return f(std::false_type{}, rest...); }, flags...);
 }
 
 MAMBA_INLINE constexpr int64_t size_of(DType dtype) {

@@ -1,59 +1,54 @@
-// Causal depthwise convolution, forward. Two orientations of one loop, after the memory layout of x, so that no tensor is transposed:
-// lanes are channels (the last width samples stay in registers while time goes on) or time steps (a row is brought into a small buffer,
-// whose shifted loads are the taps). Padding and sequence borders are a matter of where runs begin and end, never of multiplication.
-#include "cpu/causal_conv1d_tiles.h"
+// Causal depthwise convolution, forward: strand by strand (see causal_conv1d.h), so that no tensor is transposed. Padding and sequence
+// borders are a matter of where runs begin and end, never of multiplication.
+#include "cpu/causal_conv1d.h"
 
 namespace mamba::cpu::MAMBA_CPU_LEVEL {
 namespace {
 
 constexpr int64_t forward_rows = 16;  // of a channel-last tile
 
-template <int W, class S>  // W = 0: any width
-class Forward : Width<W> {
-  using Width<W>::width;
-  using Width<W>::past;
+template <int W, class S>
+class Forward : Convolution<W, S, CausalConv1dFwd> {
+  using Base = Convolution<W, S, CausalConv1dFwd>;
+  using Base::vl, Base::group, Base::width, Base::past, Base::p, Base::plan, Base::tiles, Base::filters, Base::streaming;
+  using typename Base::T, typename Base::V;
 
  public:
-  using T = Accumulate<S>;
-  using V = Vec<T>;
-  static constexpr int vl = Simd<T>::width;
-
-  explicit Forward(const CausalConv1dFwd& params)
-      : Width<W>(params.width),
-        p(params),
-        plan(params, W == 0, vl, forward_rows, 1 << 20),
-        filters(params),
-        tiles(params, plan.length),
-        streaming(params.batch * params.dim * params.seqlen * static_cast<int64_t>(sizeof(S)) >= streamed_bytes) {}
+  explicit Forward(const CausalConv1dFwd& params) : Base(params, forward_rows, 1 << 20) {}
 
   void run() {
     const int64_t tasks = tiles.count() * plan.chunks;
     const int64_t task_size = plan.chunk * (plan.length < p.seqlen ? plan.length : p.seqlen);
-    parallel_for(
-        tasks,
-        [&](int64_t begin, int64_t end) {
-          const Scratch<T> memory(2 * width * vl);
-          for (int64_t task = begin; task < end; ++task) {
-            const int64_t d = task % plan.chunks * plan.chunk;
-            sweep(tiles[task / plan.chunks], d, d + plan.chunk < p.dim ? d + plan.chunk : p.dim, memory.get());
-          }
-          if (streaming) end_streaming();
-        },
-        task_size > 0 ? 32768 / task_size : 1);
+    const auto body = [&](int64_t begin, int64_t end) {
+      with_flags([&](auto channels, auto active) { sweep<channels.value ? vl : 1, active.value>(begin, end); }, plan.channels, p.silu);
+      if (streaming) end_streaming();
+    };
+    parallel_for(tasks, body, task_size > 0 ? 32768 / task_size : 1);
     last_states();
   }
 
  private:
-  void sweep(const Tile& tile, int64_t begin, int64_t end, T* memory) const {
-    if (tile.padding) return clear(tile, begin, end);
-    int64_t d = begin;
-    if constexpr (W > 0) {
-      if (!plan.channels)
-        for (; d < end; ++d) times(tile, d);
+  template <int Step, bool Active>
+  void sweep(int64_t begin, int64_t end) const {
+    const Scratch<T> memory(group * (Base::template room<Step>() + width * vl));
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t first = task % plan.chunks * plan.chunk, last = Base::chunk_end(first);
+      const Tile& tile = tiles[task / plan.chunks];
+      if (tile.padding) {
+        clear(tile, first, last);
+        continue;
+      }
+      if constexpr (Step == 1) {
+        for (int64_t d = first; d < last; ++d)
+          Base::for_each_piece(tile, [&](const Tile& piece) { times<Active>(piece, d, memory.get()); });
+      } else {
+        Base::for_each_piece(tile, [&](const Tile& piece) {
+          int64_t d = first;
+          for (; p.out.stride[1] == 1 && d + group * vl <= last; d += group * vl) channels<Active, group>(piece, d, vl, memory.get());
+          for (; d < last; d += vl) channels<Active, 1>(piece, d, static_cast<int>(last - d < vl ? last - d : vl), memory.get());
+        });
+      }
     }
-    const bool full = p.x.stride[1] == 1 && p.out.stride[1] == 1;
-    for (; full && d + vl <= end; d += vl) channels<true>(tile, d, vl, memory);
-    for (; d < end; d += vl) channels<false>(tile, d, static_cast<int>(end - d < vl ? end - d : vl), memory);
   }
 
   void clear(const Tile& tile, int64_t begin, int64_t end) const {
@@ -61,60 +56,74 @@ class Forward : Width<W> {
       for (int64_t t = tile.begin; t < tile.end; ++t) *p.out.template at<S>(tile.row, d, t) = S{};
   }
 
-  // p_t = bias + sum_k weight[k] x[t - past + k]; out = silu(p_t) or p_t
-  template <bool Full>
-  void channels(const Tile& tile, int64_t d, int lanes, T* memory) const {
-    Vectors<T, W> weight(memory), samples(memory + width * vl);
-    for (int64_t k = 0; k < width; ++k) weight[k] = load(filters.tap(k, d));
-    const V bias = load(filters.tap(width, d));
-    for (int64_t k = 0; k < past; ++k) samples[k + 1] = channel_samples<S>(p, tile, tile.begin - past + k, d, lanes);
-    const S* from = p.x.template at<S>(tile.row, d, tile.begin);
-    S* to = p.out.template at<S>(tile.row, d, tile.begin);
-    const int64_t from_lanes = p.x.stride[1], to_lanes = p.out.stride[1];
-    const int64_t from_step = p.x.stride[2], to_step = p.out.stride[2], count = tile.end - tile.begin;
-    // Whole cache lines only: half lines of many rows would fill the write-combining buffers.
-    const bool stream = Full && streaming && vl * sizeof(S) == 64 && aligned(to) && to_step * sizeof(S) % 64 == 0;
-    const bool active = p.silu;
-    for (int64_t t = 0; t < count; ++t) {
-      for (int64_t k = 0; k < past; ++k) samples[k] = samples[k + 1];
-      samples[past] = read<Full, T>(from + t * from_step, lanes, from_lanes);
-      if (Full) prefetch(from + t * from_step, channels_ahead);
-      V sum = bias;
-      for (int64_t k = 0; k < width; ++k) sum = sum + weight[k] * samples[k];
-      if (active) sum = silu(sum);
-      if (stream)
-        stream_as(to + t * to_step, sum);
-      else
-        write<Full>(to + t * to_step, sum, lanes, to_lanes);
-    }
+  // out = silu(p_t) or p_t
+  template <bool Active>
+  static MAMBA_INLINE V activate(V sum) {
+    if constexpr (Active)
+      return silu_for<S>(sum);
+    else
+      return sum;
   }
 
-  void times(const Tile& tile, int64_t d) const {
-    V weight[W], taps[W];
+  // `N` strands of channels, one behind the other.
+  template <bool Active, int N>
+  void channels(const Tile& piece, int64_t d, int lanes, T* memory) const {
+    const int64_t room = Base::template room<vl>(), count = piece.end - piece.begin;
+    T* const x = memory + Base::template lead<vl>();
+    for (int n = 0; n < N; ++n) {
+      Base::template fill_past<vl>(x + n * room, piece, d + n * vl, lanes);
+      Base::template fill<vl>(x + n * room, p.x.template at<S>(piece.row, d + n * vl, piece.begin), count, lanes, p.x.stride[1],
+                              p.x.stride[2]);
+    }
+    S* const to = p.out.template at<S>(piece.row, d, piece.begin);
+    const auto ahead = Base::template ahead<vl>(p.x, piece, d);
+    const int64_t to_step = p.out.stride[2];
+    const bool direct = lanes == vl && p.out.stride[1] == 1;
+    // Whole cache lines only: half lines of many rows would fill the write-combining buffers.
+    const bool stream = streaming && N * vl * sizeof(S) == 64 && is_line(to) && to_step * sizeof(S) % 64 == 0;
+    Vectors<T, W * N> weight(memory + N * room);
+    V bias[N];
+    for (int n = 0; n < N; ++n) {
+      for (int64_t k = 0; k < width; ++k) weight[k * N + n] = load(filters.tap(k, d + n * vl));
+      bias[n] = load(filters.tap(width, d + n * vl));
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      V values[N];
+      ahead(i);
+      for (int n = 0; n < N; ++n) values[n] = activate<Active>(Base::template convolve<vl, N>(x + n * room + i * vl, weight, bias[n], n));
+      if (direct)
+        store_group(to + i * to_step, values, stream);
+      else
+        store(x + (i - past) * vl, values[0]);  // over the sample that nothing else needs
+    }
+    if (!direct) store_tile_to(x - past * vl, vl, to, to_step, p.out.stride[1], static_cast<int>(count), lanes);
+  }
+
+  // One channel, a row of time steps.
+  template <bool Active>
+  void times(const Tile& piece, int64_t d, T* memory) const {
+    const int64_t count = piece.end - piece.begin, to_step = p.out.stride[2];
+    T* const x = memory + Base::template lead<1>();
+    Base::template fill_past<1>(x, piece, d, 1);
+    Base::template fill<1>(x, p.x.template at<S>(piece.row, d, piece.begin), count, 1, 0, p.x.stride[2]);
+    S* const to = p.out.template at<S>(piece.row, d, piece.begin);
+    const auto ahead = Base::template ahead<1>(p.x, piece, d);
+    Vectors<T, W> weight(memory + Base::template room<1>());
     for (int64_t k = 0; k < width; ++k) weight[k] = broadcast(*filters.tap(k, d));
     const V bias = broadcast(*filters.tap(width, d));
-    const S* const from = p.x.template at<S>(tile.row, d, tile.begin);
-    S* const to = p.out.template at<S>(tile.row, d, tile.begin);
-    const int64_t count = tile.end - tile.begin, from_step = p.x.stride[2], to_step = p.out.stride[2];
-    const bool stream = streaming && to_step == 1 && aligned(to), active = p.silu;
-    V before = past_samples<S, T>(p, tile, tile.begin, d, past);
-    for (int64_t i = 0; i < count; i += vl) {
-      const int lanes = static_cast<int>(count - i < vl ? count - i : vl);
-      const V now = read<false, T>(from + i * from_step, lanes, from_step);
-      prefetch(from + i * from_step, time_ahead);
-      shift_taps<W>(taps, before, now, std::make_index_sequence<W>{});
-      V sum = bias;
-      for (int64_t k = 0; k < width; ++k) sum = sum + weight[k] * taps[k];
-      if (active) sum = silu(sum);
-      if (stream && lanes == vl)
-        stream_as(to + i, sum);
-      else
-        write<false>(to + i * to_step, sum, lanes, to_step);
-      before = now;
+    const bool stream = streaming && is_line(to);
+    int64_t i = 0;
+    for (; to_step == 1 && i + group * vl <= count; i += group * vl) {
+      V values[group];
+      ahead(i / vl);
+      for (int n = 0; n < group; ++n) values[n] = activate<Active>(Base::template convolve<1>(x + i + n * vl, weight, bias));
+      store_group(to + i, values, stream);
+    }
+    for (; i < count; i += vl) {
+      const V value = activate<Active>(Base::template convolve<1>(x + i, weight, bias));
+      write(to + i * to_step, value, static_cast<int>(count - i < vl ? count - i : vl), to_step);
     }
   }
-
-  static bool aligned(const S* to) { return reinterpret_cast<uintptr_t>(to) % 64 == 0; }
 
   // last_state[j] = sample last - past + j of the sequence, 0 before the last run's first sample unless initial_state reaches there
   void last_states() const {
@@ -158,12 +167,6 @@ class Forward : Width<W> {
   }
 
   bool same_id(int64_t row, int64_t t, int64_t u) const { return load_index(p.seq_idx, row, t) == load_index(p.seq_idx, row, u); }
-
-  const CausalConv1dFwd& p;
-  const Plan plan;
-  const Filters<T> filters;
-  const Tiles tiles;
-  const bool streaming;
 };
 
 }  // namespace

@@ -1,6 +1,6 @@
-// Causal depthwise convolution, backward: the loops of causal_conv1d.cpp with a second window, over the gradients of p.
+// Causal depthwise convolution, backward: strand by strand (see causal_conv1d.h), with a second buffer for the gradients of p.
 // dweight and dbias are summed in blocks of tiles, then over the blocks, always in the same order.
-#include "cpu/causal_conv1d_tiles.h"
+#include "cpu/causal_conv1d.h"
 
 namespace mamba::cpu::MAMBA_CPU_LEVEL {
 namespace {
@@ -9,225 +9,231 @@ constexpr int64_t backward_rows = 32;  // of a channel-last tile
 constexpr int64_t most_blocks = 64;    // of the sums for dweight and dbias
 
 template <int W, class S>
-class Backward : Width<W> {
-  using Width<W>::width;
-  using Width<W>::past;
+class Backward : Convolution<W, S, CausalConv1dBwd> {
+  using Base = Convolution<W, S, CausalConv1dBwd>;
+  using Base::vl, Base::group, Base::width, Base::past, Base::p, Base::plan, Base::tiles, Base::filters, Base::streaming;
+  using typename Base::T, typename Base::V;
 
  public:
-  using T = Accumulate<S>;
-  using V = Vec<T>;
-  static constexpr int vl = Simd<T>::width;
-
   explicit Backward(const CausalConv1dBwd& params)
-      : Width<W>(params.width),
-        p(params),
-        plan(params, W == 0, vl, backward_rows, most_blocks),
-        filters(params),
-        tiles(params, plan.length),
+      : Base(params, backward_rows, most_blocks),
         blocks(tiles.count() < most_blocks ? tiles.count() : most_blocks),
-        partial(blocks * (width + 1) * filters.stride),
-        streaming(params.batch * params.dim * params.seqlen * static_cast<int64_t>(sizeof(S)) >= streamed_bytes) {}
+        partial(blocks * (width + 1) * filters.stride) {}
 
   void run() {
-    const int64_t work = p.batch * p.dim * p.seqlen;
-    parallel_for(
-        blocks * plan.chunks,
-        [&](int64_t begin, int64_t end) {
-          const Scratch<T> memory(4 * width * vl);
-          for (int64_t task = begin; task < end; ++task) {
-            const int64_t block = task / plan.chunks, d = task % plan.chunks * plan.chunk;
-            sum_block(block, d, d + plan.chunk < p.dim ? d + plan.chunk : p.dim, memory.get());
-          }
-          if (streaming) end_streaming();
-        },
-        work < 16384 ? blocks * plan.chunks : 1);
-    sum_blocks();
+    const int64_t work = p.batch * p.dim * p.seqlen, tasks = blocks * plan.chunks;
+    const auto body = [&](int64_t begin, int64_t end) {
+      with_flags([&](auto channels, auto active) { sum_blocks<channels.value ? vl : 1, active.value>(begin, end); }, plan.channels, p.silu);
+      if (streaming) end_streaming();
+    };
+    parallel_for(tasks, body, work < 16384 ? tasks : 1);
+    add_blocks();
     if (p.dinitial_state && past > 0) empty_sequences();
   }
 
  private:
-  // The tiles of one block, in order. Blocks depend on the shape only, so the sums do not depend on the number of threads.
-  void sum_block(int64_t block, int64_t begin, int64_t end, T* memory) const {
-    T* const sums = partial.get() + block * (width + 1) * filters.stride;
-    for (int64_t k = 0; k <= width; ++k)
-      for (int64_t d = begin; d < (end == p.dim ? filters.stride : end); ++d) sums[k * filters.stride + d] = 0;
-    for (int64_t i = block * tiles.count() / blocks; i < (block + 1) * tiles.count() / blocks; ++i) {
-      const Tile& tile = tiles[i];
-      int64_t d = begin;
-      if constexpr (W > 0) {
-        if (!plan.channels)
-          for (; d < end; ++d) times(tile, d, sums + d);
+  // A piece of a strand: x and the gradients of p in buffers.
+  struct Strand {
+    int64_t d;  // first channel
+    int lanes;  // channels; 1 where lanes are time steps
+    T *x, *gradient;
+    T* sums;  // of dweight and dbias, `pitch` apart
+    int64_t pitch;
+  };
+
+  // The tiles of each block, in order. Blocks depend on the shape only, so the sums do not depend on the number of threads.
+  template <int Step, bool Active>
+  void sum_blocks(int64_t begin, int64_t end) const {
+    constexpr bool channels = Step > 1;
+    constexpr int most = channels ? group : 1;
+    const int64_t room = Base::template room<Step>();
+    const Scratch<T> memory(2 * most * room + 2 * width * vl), lane_sums(channels ? 0 : plan.chunk * (width + 1) * vl);
+    Strand strands[most];
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t block = task / plan.chunks, first = task % plan.chunks * plan.chunk, last = Base::chunk_end(first);
+      T* const sums = partial.get() + block * (width + 1) * filters.stride;
+      for (int64_t k = 0; k <= width; ++k)
+        for (int64_t d = first; d < (last == p.dim ? filters.stride : last); ++d) sums[k * filters.stride + d] = 0;
+      for (int64_t i = 0; !channels && i < (last - first) * (width + 1) * vl; ++i) lane_sums.get()[i] = 0;
+      for (int64_t i = block * tiles.count() / blocks; i < (block + 1) * tiles.count() / blocks; ++i) {
+        const auto strands_of = [&](int64_t d) {
+          int count = 0;
+          for (; count < most && d < last; ++count, d += channels ? vl : 1) {
+            T* const x = memory.get() + 2 * width * vl + 2 * count * room + Base::template lead<Step>();
+            const int lanes = static_cast<int>(!channels ? 1 : last - d < vl ? last - d : vl);
+            strands[count] = channels ? Strand{d, lanes, x, x + room, sums + d, filters.stride}
+                                      : Strand{d, lanes, x, x + room, lane_sums.get() + (d - first) * (width + 1) * vl, vl};
+          }
+          return count;
+        };
+        if constexpr (channels) {
+          Base::for_each_piece(tiles[i], [&](const Tile& piece) {
+            for (int64_t d = first; d < last; d += most * vl) this->piece<Step, Active>(piece, strands, strands_of(d), memory.get());
+          });
+        } else {
+          for (int64_t d = first; d < last; d += most) {
+            const int count = strands_of(d);
+            Base::for_each_piece(tiles[i], [&](const Tile& piece) { this->piece<Step, Active>(piece, strands, count, memory.get()); });
+          }
+        }
       }
-      for (; full(tile) && d + vl <= end; d += vl) channels<true>(tile, d, vl, sums + d, memory);
-      for (; d < end; d += vl) channels<false>(tile, d, static_cast<int>(end - d < vl ? end - d : vl), sums + d, memory);
+      for (int64_t i = 0; !channels && i < (last - first) * (width + 1); ++i)
+        sums[i % (width + 1) * filters.stride + first + i / (width + 1)] = sum(load(lane_sums.get() + i * vl));
     }
   }
-
-  bool reads(const Tile& tile) const { return p.dout && !tile.padding; }
-  bool full(const Tile& tile) const { return p.x.stride[1] == 1 && p.dx.stride[1] == 1 && (!reads(tile) || p.dout.stride[1] == 1); }
 
   // p_t is recomputed; gp_t = dout_t silu'(p_t); dweight[k] = sum_t gp_t x[t - past + k]; dbias = sum_t gp_t;
-  // dx_i = sum_j weight[past - j] gp_{i + j}, complete when time has come to i + past: gp is recomputed that far behind the tile.
-  template <bool Full>
-  void channels(const Tile& tile, int64_t d, int lanes, T* sums, T* memory) const {
-    Vectors<T, W> weight(memory), samples(memory + width * vl), gradients(memory + 2 * width * vl), dweight(memory + 3 * width * vl);
-    for (int64_t k = 0; k < width; ++k) {
-      weight[k] = load(filters.tap(k, d));
-      gradients[k] = dweight[k] = zero<T>();
+  // dx_i = sum_j weight[past - j] gp_{i + j}, so gp is computed that far behind the piece.
+  template <int Step, bool Active>
+  void piece(const Tile& piece, const Strand* strands, int count, T* memory) const {
+    const bool reads = p.dout && !piece.padding;
+    const int64_t steps = piece.end - piece.begin;
+    const int64_t reach = reads ? (piece.end + past < piece.last ? piece.end + past : piece.last) - piece.begin : 0;
+    for (int n = 0; n < count; ++n) {
+      const Strand& s = strands[n];
+      const int64_t end = (steps * Step + vl - 1) / vl * vl + Base::template lead<Step>();
+      for (int64_t zeros = reach * Step / vl * vl; zeros < end; zeros += vl) store(s.gradient + zeros, zero<T>());
+      if (!reads) continue;
+      Base::template fill_past<Step>(s.x, piece, s.d, s.lanes);
+      Base::template fill<Step>(s.x, p.x.template at<S>(piece.row, s.d, piece.begin), reach, s.lanes, p.x.stride[1], p.x.stride[2]);
+      Base::template fill<Step>(s.gradient, p.dout.template at<S>(piece.row, s.d, piece.begin), reach, s.lanes, p.dout.stride[1],
+                                p.dout.stride[2]);
     }
-    const V bias = load(filters.tap(width, d));
-    V dbias = zero<T>();
-    for (int64_t k = 0; k < past; ++k) samples[k + 1] = channel_samples<S>(p, tile, tile.begin - past + k, d, lanes);
-    const bool reading = reads(tile), active = p.silu;
-    const int64_t x_step = p.x.stride[2], dout_step = p.dout.stride[2], dx_step = p.dx.stride[2];
-    const int64_t x_lanes = p.x.stride[1], dout_lanes = p.dout.stride[1], dx_lanes = p.dx.stride[1];
-    const int64_t reach = tile.end + past < tile.last ? tile.end + past : tile.last;
-    const S* x = p.x.template at<S>(tile.row, d, tile.begin);
-    const S* dout = reading ? p.dout.template at<S>(tile.row, d, tile.begin) : nullptr;
-    S* dx = p.dx.template at<S>(tile.row, d, tile.begin);
-    const bool stream = Full && streaming && vl * sizeof(S) == 64 && aligned(dx) && dx_step * sizeof(S) % 64 == 0;
+    for (int n = 0; n < count && reads; ++n) {
+      if constexpr (Active) slopes<Step>(piece, strands[n], reach, memory);
+    }
+    for (int n = 0; n < count && reads; ++n) sums<Step>(piece, strands[n], steps, memory);
+    if (p.dinitial_state && piece.begin == piece.first && piece.initial >= 0)
+      for (int n = 0; n < count; ++n) initial_gradient<Step>(piece, strands[n], memory);
+    if constexpr (Step == 1) {
+      write_times(piece, *strands, memory);
+    } else if (count == group && strands[group - 1].lanes == vl && p.dx.stride[1] == 1) {
+      write_channels<group>(piece, strands, memory);
+    } else {
+      for (int n = 0; n < count; ++n) write_channels<1>(piece, strands + n, memory);
+    }
+  }
 
-    auto step = [&](int64_t t, auto edge) __attribute__((always_inline)) {
-      for (int64_t k = 0; k < past; ++k) {
-        samples[k] = samples[k + 1];
-        gradients[k] = gradients[k + 1];
-      }
-      gradients[past] = zero<T>();
-      if (reading && (!edge.value || t < reach)) {
-        samples[past] = read<Full, T>(x, lanes, x_lanes);
-        V gradient = read<Full, T>(dout, lanes, dout_lanes);
-        if (Full) {
-          prefetch(x, channels_ahead);
-          prefetch(dout, channels_ahead);
-        }
-        if (active) {
-          V sum = bias;
-          for (int64_t k = 0; k < width; ++k) sum = sum + weight[k] * samples[k];
-          gradient = gradient * silu_with_slope(sum).slope;
-        }
-        if (!edge.value || t < tile.end) {
-          dbias = dbias + gradient;
-          for (int64_t k = 0; k < width; ++k) dweight[k] = dweight[k] + gradient * samples[k];
-        }
-        gradients[past] = gradient;
-        x += x_step;
-        dout += dout_step;
-      }
-      const int64_t i = t - past;
-      if (edge.value && i < tile.begin && !(i < tile.first && tile.begin == tile.first)) return;
-      V sum = zero<T>();
-      for (int64_t j = 0; j < width; ++j) sum = sum + weight[past - j] * gradients[j];
-      if (edge.value) sum = sum + final_gradient(tile, i, d, lanes);
-      if (edge.value && i < tile.first) return initial_gradient(tile, i, d, lanes, sum);
-      if (stream)
-        stream_as(dx, sum);
+  template <int Step>
+  void slopes(const Tile& piece, const Strand& s, int64_t reach, T* memory) const {
+    Vectors<T, W> weight(memory);
+    for (int64_t k = 0; k < width; ++k) weight[k] = Base::template tap<Step>(k, s.d);
+    const V bias = Base::template tap<Step>(width, s.d);
+    const int64_t end = reach * Step;
+    const auto ahead = Base::template ahead<Step>(p.x, piece, s.d);
+    for (int64_t i = 0; i < end; i += vl) {
+      const V sum = Base::template convolve<Step>(s.x + i, weight, bias);
+      ahead(i / vl);
+      store(s.gradient + i, load(s.gradient + i) * silu_with_slope_for<S>(sum).slope);
+    }
+    for (int64_t i = end; i % vl; ++i) s.gradient[i] = 0;  // were these numbers x, not even a NaN must count
+  }
+
+  template <int Step>
+  void sums(const Tile& piece, const Strand& s, int64_t steps, T* memory) const {
+    Vectors<T, W> dweight(memory);
+    for (int64_t k = 0; k < width; ++k) dweight[k] = load(s.sums + k * s.pitch);
+    V dbias = load(s.sums + width * s.pitch);
+    const auto ahead = Base::template ahead<Step>(p.dout, piece, s.d);
+    int64_t i = 0;
+    for (; i + vl <= steps * Step; i += vl) {
+      ahead(i / vl);
+      const V gradient = load(s.gradient + i);
+      dbias = dbias + gradient;
+      for (int64_t k = 0; k < width; ++k) dweight[k] = dweight[k] + gradient * load(s.x + i + (k - past) * Step);
+    }
+    if (i < steps * Step) {
+      const int lanes = static_cast<int>(steps * Step - i);
+      const V gradient = load_partial<T>(s.gradient + i, lanes);
+      dbias = dbias + gradient;
+      for (int64_t k = 0; k < width; ++k) dweight[k] = dweight[k] + gradient * load_partial<T>(s.x + i + (k - past) * Step, lanes);
+    }
+    for (int64_t k = 0; k < width; ++k) store(s.sums + k * s.pitch, dweight[k]);
+    store(s.sums + width * s.pitch, dbias);
+  }
+
+  template <int Step, int N = 1>
+  MAMBA_INLINE V spread(const T* gradient, Vectors<T, W * N>& weight, int n = 0) const {
+    V sum = weight[past * N + n] * load(gradient);
+    for (int64_t j = 1; j < width; ++j) sum = sum + weight[(past - j) * N + n] * load(gradient + j * Step);
+    return sum;
+  }
+
+  // `N` strands, behind one another in memory.
+  template <int N>
+  void write_channels(const Tile& piece, const Strand* s, T* memory) const {
+    Vectors<T, W * N> weight(memory);
+    for (int64_t k = 0; k < width * N; ++k) weight[k] = load(filters.tap(k / N, s[k % N].d));
+    const int64_t steps = piece.end - piece.begin, final = final_from(piece), step = p.dx.stride[2];
+    S* const to = p.dx.template at<S>(piece.row, s->d, piece.begin);
+    const bool direct = s->lanes == vl && p.dx.stride[1] == 1;
+    const bool stream = streaming && N * vl * sizeof(S) == 64 && is_line(to) && step * sizeof(S) % 64 == 0;
+    for (int64_t i = 0; i < steps; ++i) {
+      V values[N];
+      for (int n = 0; n < N; ++n) values[n] = spread<vl, N>(s[n].gradient + i * vl, weight, n);
+      for (int n = 0; n < N && i >= final; ++n) values[n] = with_final<vl>(piece, s[n], i, s[n].lanes, values[n]);
+      if (direct)
+        store_group(to + i * step, values, stream);
       else
-        write<Full>(dx, sum, lanes, dx_lanes);
-      dx += dx_step;
-    };
-    int64_t t = tile.begin;
-    for (; t < tile.begin + past; ++t) step(t, std::true_type{});
-    for (; t < tile.end; ++t) step(t, std::false_type{});
-    for (; t < tile.end + past; ++t) step(t, std::true_type{});
-
-    for (int64_t k = 0; k < width; ++k) store(sums + k * filters.stride, load(sums + k * filters.stride) + dweight[k]);
-    store(sums + width * filters.stride, load(sums + width * filters.stride) + dbias);
-  }
-
-  // What last_state's gradient adds to sample i (which may precede the run).
-  V final_gradient(const Tile& tile, int64_t i, int64_t d, int lanes) const {
-    const int64_t j = i - (tile.last - past);
-    if (tile.final < 0 || !p.dlast_state || j < 0) return zero<T>();
-    return load_partial<T>(p.dlast_state.template at<S>(tile.final, d, j), lanes, p.dlast_state.stride[1]);
-  }
-
-  void initial_gradient(const Tile& tile, int64_t i, int64_t d, int lanes, V sum) const {
-    if (tile.initial < 0 || !p.dinitial_state) return;
-    for (int lane = 0; lane < lanes; ++lane)
-      write_one(p.dinitial_state, static_cast<T>(sum[lane]), tile.initial, d + lane, past + i - tile.first);
-  }
-
-  void times(const Tile& tile, int64_t d, T* sums) const {
-    V weight[W], dweight[W], taps[W];
-    for (int64_t k = 0; k < width; ++k) {
-      weight[k] = broadcast(*filters.tap(k, d));
-      dweight[k] = zero<T>();
+        store(s->x + i * vl, values[0]);  // which is no longer needed
     }
-    const V bias = broadcast(*filters.tap(width, d));
-    V dbias = zero<T>();
-    const bool active = p.silu;
-    const int64_t count = tile.end - tile.begin;
-    const int64_t reach = reads(tile) ? (tile.end + past < tile.last ? tile.end + past : tile.last) - tile.begin : 0;
-    const int64_t x_step = p.x.stride[2], dout_step = p.dout.stride[2], dx_step = p.dx.stride[2];
-    const S* const x = p.x.template at<S>(tile.row, d, tile.begin);
-    const S* const dout = reach > 0 ? p.dout.template at<S>(tile.row, d, tile.begin) : nullptr;
-    S* const dx = p.dx.template at<S>(tile.row, d, tile.begin);
-    const bool stream = streaming && dx_step == 1 && aligned(dx);
-    const int64_t final_from = tile.final >= 0 && p.dlast_state ? tile.last - past - tile.begin : count;  // where last_state looks
+    if (!direct) store_tile_to(s->x, vl, to, step, p.dx.stride[1], static_cast<int>(steps), s->lanes);
+  }
 
-    V before = reach > 0 ? past_samples<S, T>(p, tile, tile.begin, d, past) : zero<T>();
-    V gradient = zero<T>(), first = zero<T>();
-    for (int64_t i = 0; i < count + vl; i += vl) {  // one vector ahead of dx
-      V next = zero<T>();
-      if (i < reach) {
-        const int lanes = static_cast<int>(reach - i < vl ? reach - i : vl);
-        const V now = read<false, T>(x + i * x_step, lanes, x_step);
-        next = read<false, T>(dout + i * dout_step, lanes, dout_step);
-        prefetch(x + i * x_step, time_ahead);
-        prefetch(dout + i * dout_step, time_ahead);
-        if (lanes < vl) next = first_lanes(next, lanes);
-        shift_taps<W>(taps, before, now, std::make_index_sequence<W>{});
-        before = now;
-        if (active) {
-          V sum = bias;
-          for (int64_t k = 0; k < width; ++k) sum = sum + weight[k] * taps[k];
-          next = next * silu_with_slope(sum).slope;
-        }
-        const V counted = count - i < vl ? first_lanes(next, count - i) : next;
-        if (i < count) {
-          dbias = dbias + counted;
-          for (int64_t k = 0; k < width; ++k) dweight[k] = dweight[k] + counted * taps[k];
-        }
+  void write_times(const Tile& piece, const Strand& s, T* memory) const {
+    Vectors<T, W> weight(memory);
+    for (int64_t k = 0; k < width; ++k) weight[k] = broadcast(*filters.tap(k, s.d));
+    const int64_t steps = piece.end - piece.begin, final = final_from(piece), step = p.dx.stride[2];
+    S* const to = p.dx.template at<S>(piece.row, s.d, piece.begin);
+    const bool stream = streaming && is_line(to);
+    int64_t i = 0;
+    for (; step == 1 && i + group * vl <= (steps < final ? steps : final); i += group * vl) {
+      V values[group];
+      for (int n = 0; n < group; ++n) values[n] = spread<1>(s.gradient + i + n * vl, weight);
+      store_group(to + i, values, stream);
+    }
+    for (; i < steps; i += vl) {
+      const int lanes = static_cast<int>(steps - i < vl ? steps - i : vl);
+      write(to + i * step, with_final<1>(piece, s, i, lanes, spread<1>(s.gradient + i, weight)), lanes, step);
+    }
+  }
+
+  // The step of a piece from which on samples are part of last_state (it may precede the piece).
+  int64_t final_from(const Tile& piece) const {
+    return piece.final >= 0 && p.dlast_state ? piece.last - past - piece.begin : piece.end - piece.begin;
+  }
+
+  // What last_state's gradient adds to the samples of step i, or of `lanes` steps from i on.
+  template <int Step>
+  V with_final(const Tile& piece, const Strand& s, int64_t i, int lanes, V value) const {
+    const int64_t final = final_from(piece);
+    if (piece.final < 0 || !p.dlast_state || i + (Step > 1 ? 1 : lanes) <= final) return value;
+    if constexpr (Step > 1) {
+      return value + load_partial<T>(p.dlast_state.template at<S>(piece.final, s.d, i - final), lanes, p.dlast_state.stride[1]);
+    } else {
+      for (int lane = i < final ? static_cast<int>(final - i) : 0; lane < lanes; ++lane)
+        value[lane] += load_scalar<T>(p.dlast_state.template at<S>(piece.final, s.d, i + lane - final));
+      return value;
+    }
+  }
+
+  template <int Step>
+  void initial_gradient(const Tile& piece, const Strand& s, T* memory) const {
+    Vectors<T, W> weight(memory);
+    for (int64_t k = 0; k < width; ++k) weight[k] = Base::template tap<Step>(k, s.d);
+    for (int64_t i = Base::template lead<Step>(); i > 0; i -= vl) store(s.gradient - i, zero<T>());
+    for (int64_t i = -past; i < 0; i += Step > 1 ? 1 : vl) {
+      const int lanes = Step > 1 ? s.lanes : static_cast<int>(i + vl < 0 ? vl : -i);
+      const V value = with_final<Step>(piece, s, i, lanes, spread<Step>(s.gradient + i * Step, weight));
+      for (int lane = 0; lane < lanes; ++lane) {
+        const int64_t d = Step > 1 ? s.d + lane : s.d, t = Step > 1 ? i : i + lane;
+        write_one(p.dinitial_state, static_cast<T>(value[lane]), piece.initial, d, past + t);
       }
-      if (i == 0) {
-        first = next;
-      } else {
-        const int64_t at = i - vl;
-        shift_ahead<W>(taps, gradient, next, std::make_index_sequence<W>{});
-        V value = zero<T>();
-        for (int64_t j = 0; j < width; ++j) value = value + weight[past - j] * taps[j];
-        for (int64_t lane = final_from > at ? final_from - at : 0; lane < vl && at + lane < count; ++lane)
-          value[lane] += final_gradient(tile, tile.begin + at + lane, d, 1)[0];
-        if (stream && i <= count)
-          stream_as(dx + at, value);
-        else
-          write<false>(dx + at * dx_step, value, static_cast<int>(i <= count ? vl : count - at), dx_step);
-      }
-      gradient = next;
-    }
-    if (reach > 0) {
-      for (int64_t k = 0; k < width; ++k) sums[k * filters.stride] += sum(dweight[k]);
-      sums[width * filters.stride] += sum(dbias);
-    }
-    if (tile.begin > tile.first || tile.initial < 0 || !p.dinitial_state) return;
-    for (int64_t j = 0; j < past; ++j) {
-      T value = final_gradient(tile, tile.first - past + j, d, 1)[0];
-      for (int64_t k = 0; k <= j; ++k) value += *filters.tap(k, d) * first[j - k];
-      write_one(p.dinitial_state, value, tile.initial, d, j);
     }
   }
-
-  // A selection: the other lanes are 0 whatever they were.
-  static V first_lanes(V value, int64_t lanes) {
-    T numbers[vl];
-    store(numbers, value);
-    return load_partial<T>(numbers, static_cast<int>(lanes < 0 ? 0 : lanes));
-  }
-
-  static bool aligned(const S* to) { return reinterpret_cast<uintptr_t>(to) % 64 == 0; }
 
   // Second stage: the blocks' sums, in order.
-  void sum_blocks() const {
+  void add_blocks() const {
     for (int64_t d = 0; d < p.dim; d += vl) {
       const int lanes = static_cast<int>(p.dim - d < vl ? p.dim - d : vl);
       for (int64_t k = 0; k <= width; ++k) {
@@ -254,13 +260,8 @@ class Backward : Width<W> {
     }
   }
 
-  const CausalConv1dBwd& p;
-  const Plan plan;
-  const Filters<T> filters;
-  const Tiles tiles;
   const int64_t blocks;
   const Scratch<T> partial;  // (blocks, width + 1, filters.stride)
-  const bool streaming;
 };
 
 }  // namespace

@@ -12,9 +12,6 @@
 namespace mamba::cpu::MAMBA_CPU_LEVEL {
 namespace {
 
-template <class S>
-using Accumulate = std::conditional_t<std::is_same_v<S, double>, double, float>;
-
 struct Tile {
   int64_t row;
   int64_t first, last;  // the run
@@ -82,148 +79,19 @@ class Tiles {
   Scratch<Tile> tiles_;
 };
 
-// The filter's width and the number of past samples it reaches: constants for W > 0.
-template <int W>
-struct Width {
-  explicit Width(int64_t) {}
-  static constexpr int64_t width = W, past = W - 1;
-};
-template <>
-struct Width<0> {
-  explicit Width(int64_t taps) : width(taps), past(taps - 1) {}
-  const int64_t width, past;
-};
+constexpr int64_t short_row = 64;
 
-// N vectors in registers; as many as wanted, in the memory given, for N = 0.
-template <class T, int N>
-struct Vectors {
-  explicit Vectors(T*) {}
-  MAMBA_INLINE Vec<T>& operator[](int64_t i) { return values[i]; }
-  Vec<T> values[N];
-};
-template <class T>
-struct Vectors<T, 0> {
-  explicit Vectors(T* memory) : values(reinterpret_cast<Vec<T>*>(memory)) {}
-  MAMBA_INLINE Vec<T>& operator[](int64_t i) { return values[i]; }
-  Vec<T>* values;
-};
-
-template <class T, int N, class... I>
-T read_one(const View<N>& view, I... index) {
-  return dispatch_floating(view.dtype,
-                           [&](auto tag) -> T { return load_scalar<T>(view.template at<typename decltype(tag)::type>(index...)); });
-}
-
-template <class T, int N, class... I>
-void write_one(const View<N>& view, T value, I... index) {
-  dispatch_floating(view.dtype, [&](auto tag) { store_scalar(view.template at<typename decltype(tag)::type>(index...), value); });
-}
-
-// The first `lanes` lanes, `step` elements apart. Full: all lanes, step 1.
-template <bool Full, class T, class S>
-MAMBA_INLINE Vec<T> read(const S* from, int lanes, int64_t step) {
-  if (Full || (lanes == Simd<T>::width && step == 1)) return load_as<T>(from);
-  if (step == 0) return broadcast(load_scalar<T>(from));
-  return load_partial<T>(from, lanes, step);
-}
-
-template <bool Full, class V, class S>
-MAMBA_INLINE void write(S* to, V from, int lanes, int64_t step) {
-  if (Full || (lanes == Simd<Lane<V>>::width && step == 1))
-    store_as(to, from);
-  else
-    store_partial(to, from, lanes, step);
-}
-
-// Weights and bias in accumulation type: rows of `stride` channels (a whole number of vectors), one for each tap, then the bias.
-template <class T>
-class Filters {
- public:
-  template <class Params>
-  explicit Filters(const Params& p)
-      : stride((p.dim + Simd<T>::width - 1) / Simd<T>::width * Simd<T>::width), values_(stride * (p.width + 1)) {
-    T* const values = values_.get();
-    for (int64_t i = 0; i < stride * (p.width + 1); ++i) values[i] = 0;
-    for (int64_t d = 0; d < p.dim; ++d) {
-      for (int64_t k = 0; k < p.width; ++k) values[k * stride + d] = read_one<T>(p.weight, d, k);
-      if (p.bias) values[p.width * stride + d] = read_one<T>(p.bias, d);
-    }
-  }
-
-  const T* tap(int64_t k, int64_t d) const { return values_.get() + k * stride + d; }
-
-  const int64_t stride;
-
- private:
-  Scratch<T> values_;
-};
-
-// Sample t of channels d .. d + lanes - 1, where t may precede the run (by at most width - 1).
-template <class S, class T = Accumulate<S>, class Params>
-Vec<T> channel_samples(const Params& p, const Tile& tile, int64_t t, int64_t d, int lanes) {
-  if (t >= tile.first) return read<false, T>(p.x.template at<S>(tile.row, d, t), lanes, p.x.stride[1]);
-  if (tile.initial < 0 || !p.initial_state) return zero<T>();
-  return dispatch_floating(p.initial_state.dtype, [&](auto tag) {
-    using I = typename decltype(tag)::type;
-    return load_partial<T>(p.initial_state.template at<I>(tile.initial, d, p.width - 1 + t - tile.first), lanes, p.initial_state.stride[1]);
-  });
-}
-
-// The `past` samples before time step t of channel d in the last lanes.
-template <class S, class T, class Params>
-Vec<T> past_samples(const Params& p, const Tile& tile, int64_t t, int64_t d, int past) {
-  constexpr int vl = Simd<T>::width;
-  if (t == tile.first && (tile.initial < 0 || !p.initial_state)) return zero<T>();
-  T lanes[vl] = {};
-  for (int j = 0; j < past; ++j) {
-    const int64_t i = t - past + j;
-    if (i >= tile.first)
-      lanes[vl - past + j] = load_scalar<T>(p.x.template at<S>(tile.row, d, i));
-    else if (tile.initial >= 0 && p.initial_state)
-      lanes[vl - past + j] = read_one<T>(p.initial_state, tile.initial, d, past + i - tile.first);
-  }
-  return load(lanes);
-}
-
-template <int Width, int Lanes>
-struct BackBy {
-  static constexpr int at(int i) { return Width - Lanes + i; }
-};
-
-// Lanes -n .. width - n - 1 of the sequence ..., before, now, ...
-template <int Lanes, class V>
-MAMBA_INLINE V back_by(V before, V now) {
-  if constexpr (Lanes == 0)
-    return now;
-  else
-    return shuffle<BackBy<Simd<Lane<V>>::width, Lanes>>(before, now);
-}
-
-// taps[k]: samples W - 1 - k steps back.
-template <int W, class V, std::size_t... K>
-MAMBA_INLINE void shift_taps(V (&taps)[W], V before, V now, std::index_sequence<K...>) {
-  ((taps[K] = back_by<W - 1 - static_cast<int>(K)>(before, now)), ...);
-}
-
-// taps[k]: gradients k steps ahead.
-template <int W, class V, std::size_t... K>
-MAMBA_INLINE void shift_ahead(V (&taps)[W], V now, V next, std::index_sequence<K...>) {
-  ((taps[K] = K == 0 ? now : back_by<(Simd<Lane<V>>::width - static_cast<int>(K)) % Simd<Lane<V>>::width>(now, next)), ...);
-}
-
-// So far ahead of a stream, in bytes, that memory answers in time; hardware prefetchers stop at page borders.
-constexpr int64_t time_ahead = 1024, channels_ahead = 256;
-
-// The orientation of the vectors, and how many time steps a tile has.
+// The orientation of the vectors, and how the time steps and channels are cut up.
 struct Plan {
-  bool channels;   // lanes are channels (channel-last memory), else time steps
+  bool channels;   // lanes are channels (channel-last memory, or short rows, which are transposed on their way), else time steps
   int64_t length;  // of a tile
+  int64_t piece;   // steps of a tile that pass through the buffers at once
   int64_t chunk;   // channels a task goes through, tile by tile
   int64_t chunks;
 
   template <class Params>
-  Plan(const Params& p, bool any_width, int vl, int64_t rows, int64_t most_tasks) {
-    channels = any_width || (p.x.stride[1] == 1 && p.dim > 1);
+  Plan(const Params& p, int vl, int64_t rows, int64_t most_tasks) {
+    channels = (p.x.stride[1] == 1 && p.dim > 1) || (p.seqlen <= short_row && p.dim >= vl);
     // Channels: few rows, so that their pages stay within reach of the first-level cache while all channels are swept.
     // Time: whole rows, which lie behind one another in memory, unless there are too few of them for several threads.
     if (channels)
@@ -231,27 +99,30 @@ struct Plan {
     else
       length = p.batch * p.dim >= 64 ? int64_t{1} << 40 : 2048;
     if (length < 4 * p.width) length = 4 * p.width;
-    chunk = p.dim;
+    piece = channels ? rows : 512;
+    if (piece < 4 * p.width) piece = 4 * p.width;
+    if (piece > p.seqlen) piece = p.seqlen;
+    piece = (piece + vl - 1) / vl * vl;
+    chunk = channels ? p.dim : p.dim < 1024 ? p.dim : 1024;
     const int64_t tiles = p.batch * ((p.seqlen + length - 1) / length);
     const int64_t wanted = tiles < most_tasks ? tiles : most_tasks;
     if (wanted > 0 && wanted < 32) {
       const int64_t unit = channels ? vl : 1;
-      chunk = (p.dim * wanted / 32 + unit - 1) / unit * unit;
+      chunk = (chunk * wanted / 32 + unit - 1) / unit * unit;
       if (chunk < unit) chunk = unit;
     }
     chunks = p.dim > 0 ? (p.dim + chunk - 1) / chunk : 0;
   }
 };
 
-// Calls f(Tag<S>{}, std::integral_constant<int, W>{}); W = 0 for a width without a special version, or one that a vector cannot reach over.
+// Calls f(Tag<S>{}, std::integral_constant<int, W>{}); W = 0 for a width without a special version.
 template <class Params, class F>
 void dispatch(const Params& params, F&& f) {
   dispatch_floating(params.x.dtype, [&](auto tag) {
-    constexpr int vl = Simd<Accumulate<typename decltype(tag)::type>>::width;
     switch (params.width) {
       case 2: return f(tag, std::integral_constant<int, 2>{});
       case 3: return f(tag, std::integral_constant<int, 3>{});
-      case 4: return f(tag, std::integral_constant<int, vl >= 3 ? 4 : 0>{});
+      case 4: return f(tag, std::integral_constant<int, 4>{});
       default: return f(tag, std::integral_constant<int, 0>{});
     }
   });

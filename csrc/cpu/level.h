@@ -17,6 +17,9 @@ enum class Level { baseline, avx2, avx512 };
 // variable names an unknown or unsupported level. Defined in ops/cpu_level.cpp.
 Level level();
 
+// Whether the CPU converts float to bf16 by itself (AVX512-BF16; of use at level avx512). Defined in ops/cpu_level.cpp.
+extern const bool bf16_instructions;
+
 }  // namespace mamba::cpu
 
 // Declares the kernel `name(const Params&)` of every level and cpu::name, which forwards to the level in use. Stands in params/<op>.h.

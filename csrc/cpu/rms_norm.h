@@ -14,10 +14,6 @@ namespace {
 
 constexpr int64_t serial_columns = 16384;  // below this many numbers one thread is faster than two
 constexpr int rows_at_once = 4;            // rows that share the waiting for a sum, and the weights' way through the registers
-constexpr int64_t ahead = 4096;            // bytes: memory answers in time
-
-template <class S>
-using Accumulate = std::conditional_t<std::is_same_v<S, double>, double, float>;
 
 template <class T>
 int64_t padded(int64_t count) {
@@ -47,13 +43,19 @@ void gather(E* to, const S* from, int64_t step, int64_t count) {
 
 template <class T, class E, class S>
 void scatter(S* to, const E* from, int64_t step, int64_t count) {
-  constexpr int width = Simd<T>::width;
-  for (int64_t k = 0; k < count; k += width) {
+  constexpr int width = Simd<T>::width, lines = line_vectors<T, S>;
+  int64_t k = 0;
+  if constexpr (std::is_same_v<E, T>) {
+    for (; step == 1 && k + lines * width <= count; k += lines * width) {
+      Vec<T> values[lines];
+      for (int i = 0; i < lines; ++i) values[i] = load(from + k + i * width);
+      store_group(to + k, values, false);
+    }
+  }
+  for (; k < count; k += width) {
     const int lanes = static_cast<int>(count - k < width ? count - k : width);
     if constexpr (std::is_same_v<E, S> && !std::is_same_v<E, T>) {
       for (int i = 0; i < lanes; ++i) to[(k + i) * step] = from[k + i];
-    } else if (step == 1 && lanes == width) {
-      store_as(to + k, load_as<T>(from + k));
     } else {
       store_partial(to + k * step, load_as<T>(from + k), lanes, step);
     }
@@ -73,7 +75,8 @@ class Rows {
         buffer_(direct_ ? 0 : rows_at_once * pad_) {}
 
   explicit operator bool() const { return static_cast<bool>(view_); }
-  bool direct() const { return direct_; }
+  // Whether rows are written to memory at once, whole cache lines from `to` on.
+  bool is_lines(const E* to) const { return direct_ && is_line(to); }
 
   // The slot-th row at hand; null for an absent operand.
   const E* read(int64_t row, int64_t group, int slot) const {
@@ -153,18 +156,27 @@ MAMBA_INLINE T sum_vectors(int64_t pad, F&& f) {
   return sum((a + b) + (c + d));
 }
 
-// Calls f(std::bool_constant<flag>{}...).
-template <class F>
-MAMBA_INLINE void with_flags(F&& f) {
-  f();
-}
-template <class F, class... Flags>
-MAMBA_INLINE void with_flags(F&& f, bool flag, Flags... flags) {
-  if (flag)
-    with_flags([&](auto... rest) { f(std::true_type{}, rest...); }, flags...);
-  else
-    with_flags([&](auto... rest) { f(std::false_type{}, rest...); }, flags...);
-}
+// What forward and backward know of a norm.
+template <class S, class Params>
+struct Norm {
+  using T = Accumulate<S>;
+  using V = Vec<T>;
+  static constexpr int width = Simd<T>::width;
+
+  explicit Norm(const Params& params)
+      : p(params),
+        weight(p.weight, groups, n, 1),
+        bias(p.bias, groups, n, 0),
+        streaming(p.rows.count * p.dim * static_cast<int64_t>(sizeof(S)) >= streamed_bytes) {}
+
+  const Params& p;
+  const int64_t n = p.group_size, pad = padded<T>(n), groups = n ? p.dim / n : 0;
+  const Parameter<T> weight, bias;
+  const bool streaming;
+  // From a row of x (and of whatever lies as x does) to the one that comes next to the same place: memory is read while outputs are
+  // computed.
+  const int64_t block_bytes = p.rows.axes ? rows_at_once * p.x.stride[p.rows.axes - 1] * static_cast<int64_t>(sizeof(S)) : 0;
+};
 
 }  // namespace
 }  // namespace mamba::cpu::MAMBA_CPU_LEVEL

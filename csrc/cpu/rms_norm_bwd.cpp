@@ -14,18 +14,13 @@ int64_t rows_per_block(int64_t rows) {
 }
 
 template <class S>
-struct Backward {
-  using T = Accumulate<S>;
-  using V = Vec<T>;
-  static constexpr int width = Simd<T>::width;
+struct Backward : Norm<S, RmsNormBwd> {
+  using Base = Norm<S, RmsNormBwd>;
+  using Base::p, Base::n, Base::pad, Base::groups, Base::width, Base::weight, Base::bias, Base::streaming, Base::block_bytes;
+  using typename Base::T, typename Base::V;
 
   explicit Backward(const RmsNormBwd& params)
-      : p(params),
-        weight(p.weight, groups, n, 1),
-        bias(p.bias, groups, n, 0),
-        dweight(p.dweight ? blocks * groups * pad : 0),
-        dbias(p.dbias ? blocks * groups * pad : 0),
-        streaming(p.rows.count * p.dim * static_cast<int64_t>(sizeof(S)) >= streamed_bytes) {}
+      : Base(params), dweight(p.dweight ? blocks * groups * pad : 0), dbias(p.dbias ? blocks * groups * pad : 0) {}
 
   void run() const {
     const auto body = [&](int64_t begin, int64_t end) {
@@ -104,7 +99,8 @@ struct Backward {
             dweight != nullptr, dbias != nullptr);
         for (int i = 0; i < Count; ++i) {
           const int64_t row = first + i;
-          gradients(at[i], g, dots[i], dresidual_out.read(row, g, i), dresidual ? dresidual.target(row, g, i) : nullptr);
+          gradients(at[i], g, dots[i], dresidual_out.read(row, g, i), dresidual ? dresidual.target(row, g, i) : nullptr,
+                    norm.streaming && dx.is_lines(at[i].dx));
           dx.done(row, g, i);
           if (p.dz) dz.done(row, g, i);
           if (p.dresidual) dresidual.done(row, g, i);
@@ -152,7 +148,7 @@ struct Backward {
             store(row.s + k, v);
           }
           if constexpr (gate != Gate::none) {
-            const auto [factor, slope] = silu_with_slope(load_as<T>(row.z + k));
+            const auto [factor, slope] = silu_with_slope_for<S>(load_as<T>(row.z + k));
             if constexpr (gate == Gate::first) {
               v *= factor;
               store(row.v + k, v);
@@ -160,7 +156,7 @@ struct Backward {
               store(row.slope + k, slope);
             } else {  // dz = dout y silu'(z)
               const V y = v * row.scale * w + load(bias + k);
-              norm.write(row.dz + k, grad * y * slope);
+              store_as(row.dz + k, grad * y * slope);
               grad *= factor;
               store(row.grad + k, grad);
             }
@@ -177,24 +173,32 @@ struct Backward {
     }
 
     // dv = (grad weight - v mean(grad weight v) / rms^2) / rms
-    void gradients(const Row& row, int64_t g, T dot, const T* more, T* dresidual) const {
+    void gradients(const Row& row, int64_t g, T dot, const T* more, T* dresidual, bool stream) const {
       const T* weight = norm.weight.group(g);
       const V scale = broadcast(row.scale), along = broadcast(dot / static_cast<T>(norm.n) * row.scale * row.scale * row.scale);
-      for (int64_t k = 0; k < norm.pad; k += width) {
-        const V s = Residual ? load(row.s + k) : load_as<T>(row.x + k);
-        const V v = gate == Gate::first ? load(row.v + k) : s;
-        const V grad = gate == Gate::last ? load(row.grad + k) : load_as<T>(row.dout + k);
-        V ds = grad * load(weight + k) * scale - v * along;
-        if constexpr (gate == Gate::first) {  // dz = dv s silu'(z); ds = dv silu(z)
-          norm.write(row.dz + k, ds * s * load(row.slope + k));
-          ds *= load(row.factor + k);
+      for_lines<T, S>(norm.pad, [&](int64_t first, auto vectors) __attribute__((always_inline)) {
+        V dx[vectors.value], dz[vectors.value];
+        prefetch(row.x + first, norm.block_bytes);
+        prefetch(row.dout + first, norm.block_bytes);
+        for (int i = 0; i < vectors.value; ++i) {
+          const int64_t k = first + i * width;
+          const V s = Residual ? load(row.s + k) : load_as<T>(row.x + k);
+          const V v = gate == Gate::first ? load(row.v + k) : s;
+          const V grad = gate == Gate::last ? load(row.grad + k) : load_as<T>(row.dout + k);
+          V ds = grad * load(weight + k) * scale - v * along;
+          if constexpr (gate == Gate::first) {  // dz = dv s silu'(z); ds = dv silu(z)
+            dz[i] = ds * s * load(row.slope + k);
+            ds *= load(row.factor + k);
+          }
+          if constexpr (Residual) {
+            if (more) ds += load(more + k);
+            if (dresidual) store(dresidual + k, ds);
+          }
+          dx[i] = ds;
         }
-        if constexpr (Residual) {
-          if (more) ds += load(more + k);
-          if (dresidual) store(dresidual + k, ds);
-        }
-        norm.write(row.dx + k, ds);
-      }
+        if constexpr (gate == Gate::first) store_group(row.dz + first, dz, false);
+        store_group(row.dx + first, dx, stream);
+      });
     }
 
     const Backward& norm;
@@ -203,8 +207,6 @@ struct Backward {
     const Scratch<S> zeros;
     const Scratch<T> kept;
   };
-
-  MAMBA_INLINE void write(S* to, V value) const { store_as(to, value); }
 
   // Adds the blocks' partial sums in order and rounds once.
   void finish(const View<1>& result, const T* partial) const {
@@ -225,12 +227,8 @@ struct Backward {
     });
   }
 
-  const RmsNormBwd& p;
-  const int64_t n = p.group_size, pad = padded<T>(n), groups = n ? p.dim / n : 0;
   const int64_t per_block = rows_per_block(p.rows.count), blocks = (p.rows.count + per_block - 1) / per_block;
-  const Parameter<T> weight, bias;
   const Scratch<T> dweight, dbias;
-  const bool streaming;
 };
 
 }  // namespace

@@ -47,6 +47,10 @@ struct Simd {
   using Int = typename VectorOf<IntLane, width>::type;
 };
 
+// The arithmetic type of numbers stored as S.
+template <class S>
+using Accumulate = std::conditional_t<std::is_same_v<S, double>, double, float>;
+
 template <class T>
 using Vec = typename Simd<T>::Vec;
 template <class T>

@@ -84,10 +84,10 @@ MAMBA_INLINE V fraction_nearest(V x) {
 // p 2^n for any integer |n| <= 2 bias (double: 4000), also where 2^n or the result is subnormal or infinite; one rounding.
 template <class V>
 MAMBA_INLINE V scale_by_power(V p, Rounded<V> n) {
-  using T = Lane<V>;
 #if MAMBA_CPU_AVX512
   return scalef(p, n.value);
 #else
+  using T = Lane<V>;
   using F = FloatFormat<T>;
   const IntVec<T> bias = broadcast_int<T>(F::bias);
   if (__builtin_expect(!any(abs(n.value) > T(F::bias - 1)), 1))
@@ -117,11 +117,11 @@ MAMBA_INLINE V exp2_fraction(V r) {
 // (double: 2^-1022.5) are 0 and those from 2^127.5 (2^1023.5) on infinite, which saves the second scaling.
 template <class V>
 MAMBA_INLINE V exp2(V x) {
-  using T = Lane<V>;
 #if MAMBA_CPU_AVX512
   const V r = fraction_nearest(x);
   return scalef(exp2_fraction(r), x - r);
 #else
+  using T = Lane<V>;
   using F = FloatFormat<T>;
   // Exponent fields 0 and all ones are the factors 0 and infinity.
   const V clamped = min(broadcast<T>(F::bias + 1), max(broadcast<T>(-F::bias), x));
@@ -341,6 +341,38 @@ MAMBA_INLINE WithSlope<V> silu_with_slope(V x) {
   const SiluParts<V> p = silu_parts(x);
   const V q = T(1) / p.d;
   return {scale_by_power(p.z * q, p.n), scale_by_power(q * (p.bounded * (p.f * q) + T(1)), p.n)};
+}
+
+// silu and its slope for results that are stored in 16 bits: relative error below 2^-16, absolute below 2^-118.
+template <class V>
+MAMBA_INLINE WithSlope<V> coarse_silu_with_slope(V x) {
+#if MAMBA_CPU_AVX512
+  if constexpr (sizeof(Lane<V>) == 4) {
+    const V above = max(broadcast(-87.0f), x), z = min(broadcast(42.0f), above);
+    const V t = above * -0x1.715476p0f, r = fraction_nearest(t);
+    const V e = scalef(polynomial(r, 0x1.3a02ccp-7f, 0x1.c9fc46p-5f, 0x1.ec0378p-3f, 0x1.62e12cp-1f, 1.0f), t - r);
+    const V s = 1.0f / (e + 1.0f);
+    return {above / (e + 1.0f), s * (z * (e * s) + 1.0f)};
+  }
+#endif
+  return silu_with_slope(x);
+}
+
+// As exact as numbers stored as S need it.
+template <class S, class V>
+MAMBA_INLINE WithSlope<V> silu_with_slope_for(V x) {
+  if constexpr (sizeof(S) == 2)
+    return coarse_silu_with_slope(x);
+  else
+    return silu_with_slope(x);
+}
+
+template <class S, class V>
+MAMBA_INLINE V silu_for(V x) {
+  if constexpr (sizeof(S) == 2)
+    return coarse_silu_with_slope(x).value;
+  else
+    return silu(x);
 }
 
 }  // namespace mamba::cpu::MAMBA_CPU_LEVEL

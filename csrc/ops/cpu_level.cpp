@@ -38,7 +38,18 @@ Level chosen_level() {
   fail("MAMBA_OPS_CPU_CAPABILITY must be baseline, avx2 or avx512, got ", wish);
 }
 
+bool converts_bf16() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
 }  // namespace
+
+const bool bf16_instructions = converts_bf16();
 
 Level level() {
   static const Level chosen = chosen_level();
