@@ -131,7 +131,9 @@ def run_at_level(level, script):
 
 
 def error_text(function, inputs, text):
-    """The call fails with this text (a regular expression), on CPU and with fake tensors."""
+    """The call fails with this text (a regular expression), on the default device and with fake tensors."""
+    here = torch.get_default_device()
+    inputs = {name: value.to(here) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
     with pytest.raises(RuntimeError, match=text):
         function(**inputs)
     fake = {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}

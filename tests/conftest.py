@@ -1,8 +1,9 @@
 """Fixtures shared by all tests: backends, thread settings, the marker `slow`."""
 
-import os
 from dataclasses import dataclass
+from functools import cache
 
+import cuda_emulator
 import pytest
 import torch
 
@@ -30,20 +31,6 @@ class Backend:
         return self.name
 
 
-def load_emulator():
-    """The CUDA sources compiled for the CPU, as torch.ops.mamba_emulated: registered by tests/cuda_emulator.
-
-    On request, MAMBA_OPS_TEST_EMULATED=1: it takes several times as long as the tests of the CPU kernels.
-    """
-    if os.environ.get("MAMBA_OPS_TEST_EMULATED") != "1":
-        return False
-    try:
-        from cuda_emulator import register
-    except ImportError:
-        return False
-    return register()
-
-
 def without_kernel(namespace):
     """The operators that have neither a kernel of their own nor one of their forward half."""
     names = _library.operator_names(namespace)
@@ -54,9 +41,11 @@ def without_kernel(namespace):
     return frozenset(name for name in names if not has_kernel(name) and not has_kernel(f"{name}_fwd"))
 
 
+@cache
 def available_backends():
+    """cpu; emulated: the CUDA sources compiled for the CPU (tests/cuda_emulator); cuda where there is a GPU."""
     backends = [Backend("cpu", "cpu", "mamba")]
-    if load_emulator():
+    if cuda_emulator.load("fast"):
         backends.append(Backend("emulated", "cpu", "mamba_emulated", without_kernel("mamba_emulated")))
     if torch.cuda.is_available():
         backends.append(Backend("cuda", "cuda", "mamba"))
@@ -74,6 +63,17 @@ def pytest_collection_modifyitems(config, items):
 def pytest_generate_tests(metafunc):
     if "backend" in metafunc.fixturenames:
         metafunc.parametrize("backend", available_backends(), ids=str)
+
+
+@pytest.fixture(autouse=True)
+def default_device(request):
+    """Tests of a backend on another device make their tensors there."""
+    backend = getattr(request.node, "callspec", None) and request.node.callspec.params.get("backend")
+    if not backend or backend.device == "cpu":
+        yield
+    else:
+        with torch.device(backend.device):
+            yield
 
 
 @pytest.fixture(autouse=True)

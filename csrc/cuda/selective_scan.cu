@@ -29,7 +29,7 @@ struct ForwardTile {
 // summary: only what maps the states that enter the split to those that leave it. Otherwise outputs, starting from s.entering (with one
 // split: nothing enters). `carry` holds the states between tiles where they are done in pieces.
 template <class S, bool summary>
-__global__ void __launch_bounds__(scan_threads)
+__global__ void __launch_bounds__(scan_threads, sizeof(Accumulate<S>) == 8 ? 2 : 4)
     forward_kernel(const SelectiveScanFwd p, const ScanPlan plan, const ScanSplits<Accumulate<S>> s, Accumulate<S>* carry) {
   using T = Accumulate<S>;
   struct Shared {
