@@ -141,8 +141,8 @@ def build_mutant(mode, source, changed, text, folder):
         if unit.source != CSRC / "cuda" / source:
             objects.append(unit.object)
             continue
-        command = unit.command[: unit.command.index("-MMD")]
-        command.insert(1, f"-I{folder}")
+        command = [option for option in unit.command[: unit.command.index("-MMD")] if option != "-O2"]
+        command[1:1] = [f"-I{folder}", "-O1"]
         objects.append(folder / "mutant.o")
         run([*command, "-c", str(mutant if changed == source else unit.source), "-o", str(objects[-1])])
     library = folder / f"{MODES[mode]}.so"

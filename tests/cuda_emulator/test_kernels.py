@@ -162,11 +162,11 @@ def test_bytes_moved(controls, calls):
 
 MUTANTS = {
     "barrier removed": (
-        "rms_norm.cu",
+        "mamba_step.cu",
         "reduce.cuh",
         "shared.warp[threadIdx.x / 32] = value;\n  __syncthreads();\n  T sum = 0;\n  for (int w = 0; w < warps",
         "shared.warp[threadIdx.x / 32] = value;\n  T sum = 0;\n  for (int w = 0; w < warps",
-        "rms_norm_block",
+        "mamba_step_long",
     ),
     "shared memory reused too early": (
         "rms_norm.cu",
@@ -176,11 +176,11 @@ MUTANTS = {
         "rms_norm_block",
     ),
     "wrong shuffle offset": (
-        "rms_norm.cu",
+        "mamba_step.cu",
         "reduce.cuh",
         "int offset = lanes / 2; offset > 0;",
         "int offset = lanes / 4; offset > 0;",
-        "rms_norm_block",
+        "mamba_step",
     ),
     "wrong stride": (
         "rms_norm.cu",
