@@ -243,17 +243,16 @@ class BuildLibraries(build_ext):
         device_flags = [nvcc, *CUDA_FLAGS, *architecture_options(architectures), f"-I{CSRC}"]
         units += [Unit(path, "cuda", device_flags, folder) for path in sorted((CSRC / "cuda").glob("*.cu"))]
         compile_all(units)
-        # torch loads its libraries privately, so libtorch_cuda.so must be named as needed. A torch without CUDA
-        # lacks it: then an empty library of that name stands in for it while linking.
+        # torch loads its libraries privately, so libtorch_cuda.so must be named as needed. An empty library of that
+        # name stands in for it while linking, so that a torch without CUDA will do.
         stubs = folder / "stubs"
         stubs.mkdir(exist_ok=True)
-        if not (torch_path / "lib" / "libtorch_cuda.so").exists():
-            options = ["-shared", "-x", "c", "/dev/null", "-Wl,-soname,libtorch_cuda.so"]
-            stub = [*shlex.split(find_compiler()), *options, "-o", str(stubs / "libtorch_cuda.so")]
-            run(stub, "linking a stand-in for libtorch_cuda.so")
+        options = ["-shared", "-x", "c", "/dev/null", "-Wl,-soname,libtorch_cuda.so"]
+        stub = [*shlex.split(find_compiler()), *options, "-o", str(stubs / "libtorch_cuda.so")]
+        run(stub, "linking a stand-in for libtorch_cuda.so")
         # nvcc adds the static CUDA runtime, so the library asks for no CUDA library of a certain version.
         partial = library.with_suffix(".so.partial")
-        folders = [f"-L{torch_path / 'lib'}", f"-L{stubs}"]
+        folders = [f"-L{stubs}", f"-L{torch_path / 'lib'}"]
         libraries = ["--no-as-needed", "-ltorch_cpu", "-ltorch_cuda", "--as-needed", "-ldl", "-s"]
         command = [nvcc, "-shared", *(str(unit.object) for unit in units), *folders]
         command += [option for name in libraries for option in ("-Xlinker", name)]

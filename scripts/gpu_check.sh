@@ -32,7 +32,7 @@ only_with_gpu() {
 }
 
 if command -v nvcc >/dev/null || [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ]; then
-  part build 300 env MAMBA_OPS_CUDA=1 python setup.py -q build_ext --inplace
+  part build 300 env MAMBA_OPS_CUDA=1 python3 setup.py -q build_ext --inplace
 elif [ -n "$dry" ]; then
   echo "nvcc was not found, so the CUDA library is not built"
 else
@@ -41,13 +41,13 @@ fi
 [ ${#failed[@]} -eq 0 ] || exit 1
 
 workers=()
-python -c 'import xdist' 2>/dev/null && workers=(-n 8)
-only_with_gpu tests 240 python -m pytest -q "${workers[@]}" tests/ops -k cuda -p no:cacheprovider
-only_with_gpu report 60 python -m mamba_ops
-part measurements 200 python -m benchmarks.gpu_check ${dry:+--dry-run}
+python3 -c 'import xdist' 2>/dev/null && workers=(-n 8)
+only_with_gpu tests 240 python3 -m pytest -q "${workers[@]}" tests/ops -k cuda -p no:cacheprovider
+only_with_gpu report 60 python3 -m mamba_ops
+part measurements 200 python3 -m benchmarks.gpu_check ${dry:+--dry-run}
 if [ -n "$dry" ] || command -v compute-sanitizer >/dev/null; then
   for tool in memcheck racecheck; do
-    only_with_gpu "$tool" 60 compute-sanitizer --tool "$tool" --error-exitcode 9 python -c '
+    only_with_gpu "$tool" 60 compute-sanitizer --tool "$tool" --error-exitcode 9 python3 -c '
 import torch
 from cuda_emulator import cases
 with torch.device("cuda"):
