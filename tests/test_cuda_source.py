@@ -1,8 +1,10 @@
 """What the CUDA sources promise without a GPU: every launch on the tensor's device and in its current stream (B105)."""
 
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,7 +65,13 @@ def readelf(option):
     return subprocess.run(["readelf", "-W", option, str(LIBRARY)], capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.skipif(not LIBRARY.exists() or not shutil.which("readelf"), reason="needs a build with CUDA, and readelf")
+needs_library = pytest.mark.skipif(
+    not LIBRARY.exists() or not shutil.which("readelf") or not shutil.which("cc"),
+    reason="needs a build with CUDA, readelf and a C compiler",
+)
+
+
+@needs_library
 def test_the_cuda_library_needs_torch_and_the_c_library_only():
     """It loads beside any CUDA runtime and cuBLAS, and with every Python."""
     needed = set(re.findall(r"\(NEEDED\).*\[(.*)\]", readelf("-d")))
@@ -72,3 +80,25 @@ def test_the_cuda_library_needs_torch_and_the_c_library_only():
     undefined = re.findall(r" UND (\S+)", readelf("--dyn-syms"))
     assert any(name.startswith("aoti_torch_") for name in undefined)
     assert not [name for name in undefined if name.startswith(("cuda", "cublas", "_ZN2at", "_ZN3c10", "Py"))]
+
+
+SCRIPT = """
+import ctypes, os, torch
+torch.ops.load_library({cpu!r})
+ctypes.CDLL({cuda!r}, mode=os.RTLD_LAZY)
+has = torch._C._dispatch_has_kernel_for_dispatch_key
+names = [s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("mamba::") and has(s.name, "CPU")]
+assert len(names) > 10 and all(has(name, "CUDA") for name in names), names
+"""
+
+
+@needs_library
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a torch with CUDA has loaded it already")
+def test_the_cuda_library_registers_every_operator(tmp_path):
+    """With an empty library in place of libtorch_cuda.so, whose functions are looked up when they are called."""
+    stub = ["cc", "-shared", "-x", "c", "/dev/null", "-Wl,-soname,libtorch_cuda.so"]
+    subprocess.run([*stub, "-o", str(tmp_path / "libtorch_cuda.so")], check=True)
+    script = SCRIPT.format(cpu=str(LIBRARY.with_name("_C.so")), cuda=str(LIBRARY))
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
