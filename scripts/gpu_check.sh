@@ -51,7 +51,7 @@ if [ -n "$dry" ] || command -v compute-sanitizer >/dev/null; then
 import torch
 from cuda_emulator import cases
 with torch.device("cuda"):
-    for case in cases.CASES:
+    for case in cases.ALL:
         cases.check("mamba", case)
         print(case)'
   done

@@ -90,15 +90,15 @@ def test_zero_sizes(sizes):
     assert not c.any()
 
 
-# d_model 12, d_inner 24, dt_rank 3, d_state 5: a Mamba layer's projections, (out_features, in_features)
-PROJECTIONS = {"in_proj": (48, 12), "x_proj": (13, 24), "dt_proj": (24, 3), "out_proj": (12, 24)}
+# d_model 4, d_inner 8, dt_rank 3, d_state 2: a Mamba layer's projections, (out_features, in_features)
+PROJECTIONS = {"in_proj": (16, 4), "x_proj": (7, 8), "dt_proj": (8, 3), "out_proj": (4, 8)}
 
 
 @pytest.mark.parametrize("name", PROJECTIONS)
 def test_gradients_of_the_projections_with_operands_that_are_not_contiguous(name):
     """y = x W^T, dx = dy W and dW = dy^T x, with activations as slices and transposes as a layer has them."""
     out_features, in_features = PROJECTIONS[name]
-    tokens = 10
+    tokens = 5
     weight = torch.randn(1, out_features, in_features)
     activations, gradients = torch.randn(1, tokens, in_features), torch.randn(1, tokens, out_features)
     for (_, x), (_, dy) in product(layouts(activations), layouts(gradients)):

@@ -180,7 +180,7 @@ MUTANTS = {
         "reduce.cuh",
         "int offset = lanes / 2; offset > 0;",
         "int offset = lanes / 4; offset > 0;",
-        "mamba_step",
+        "mamba_step_long",
     ),
     "wrong stride": (
         "rms_norm.cu",
