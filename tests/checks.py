@@ -11,9 +11,11 @@ from mamba_ops import testing
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LEVELS = ("baseline", "avx2", "avx512")
-# conftest.py lowers these for backend emulated: repetitions, and what torch.compile makes of the rest of a graph.
+# conftest.py lowers these for backend emulated: repetitions, what torch.compile makes of the rest of a graph, and what
+# opcheck does (its last test traces the Python around the kernels, which is the same for every backend).
 REPEATS = 20
 COMPILER = "inductor"
+OPCHECK = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic")
 
 
 def equal_runs(first, second):
