@@ -42,12 +42,12 @@ fi
 
 workers=()
 python3 -c 'import xdist' 2>/dev/null && workers=(-n 8)
-only_with_gpu tests 240 python3 -m pytest -q "${workers[@]}" tests/ops -k cuda -p no:cacheprovider
-only_with_gpu report 60 python3 -m mamba_ops
-part measurements 200 python3 -m benchmarks.gpu_check ${dry:+--dry-run}
+only_with_gpu tests 200 python3 -m pytest -q "${workers[@]}" tests/ops -k cuda -p no:cacheprovider
+only_with_gpu report 30 python3 -m mamba_ops
+part measurements 150 python3 -m benchmarks.gpu_check ${dry:+--dry-run}
 if [ -n "$dry" ] || command -v compute-sanitizer >/dev/null; then
   for tool in memcheck racecheck; do
-    only_with_gpu "$tool" 60 compute-sanitizer --tool "$tool" --error-exitcode 9 python3 -c '
+    only_with_gpu "$tool" 45 compute-sanitizer --tool "$tool" --error-exitcode 9 python3 -c '
 import torch
 from cuda_emulator import cases
 with torch.device("cuda"):

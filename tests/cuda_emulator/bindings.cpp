@@ -62,9 +62,9 @@ void multiply(const std::array<int64_t, 4>& sizes, uintptr_t a, const Strides& a
   const auto operands = static_cast<mamba::DType>(dtype), result = static_cast<mamba::DType>(c_dtype);
   Scratch scratch;
   const mamba::cuda::Context context{nullptr, &scratch, &Scratch::allocate, [](void*) -> void* { return nullptr; }};
-  mamba::cuda::multiply({sizes[0], sizes[1], sizes[2], sizes[3], view(a, operands, a_strides), view(b, operands, b_strides),
-                         view(c, result, c_strides), add},
-                        context);
+  mamba::cuda::multiply(
+      {sizes[0], sizes[1], sizes[2], sizes[3], view(a, operands, a_strides), view(b, operands, b_strides), view(c, result, c_strides), add},
+      context);
 }
 
 }  // namespace
