@@ -7,7 +7,8 @@
 // than 4 % from 2048 rows on. Memory-bound: 85-90 % of the copy bandwidth expected for rows of 1024 columns and more.
 //
 // Backward sums over rows in two stages: a team adds up a strip of rows (boundaries depend on the number of rows only), a second launch
-// adds the strips in order.
+// adds the strips in order. Weights, residuals and their gradients of a dtype that is neither x's nor that of the arithmetic go through
+// a copy, by launches of their own.
 #include "params/rms_norm.h"
 
 #include "cuda/math.cuh"
