@@ -30,7 +30,7 @@ fi
 # $1: extras to install. Does nothing when the sources and the environment are those of the last run.
 install_package() {
   local stamp="$VIRTUAL_ENV/.mamba_ops_built" state
-  state="$1 $PWD $({ cat setup.py pyproject.toml scripts/environment.sh; find csrc -type f -print0 | sort -z | xargs -0 cat; } | cksum)"
+  state="$1 $PWD ${MAMBA_OPS_CUDA:-auto} $({ cat setup.py pyproject.toml scripts/environment.sh; find csrc -type f -print0 | sort -z | xargs -0 cat; } | cksum)"
   if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$state" ] && python -c 'import mamba_ops' 2>/dev/null; then return; fi
   if ! python -c 'import torch, sys; sys.exit(tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) < (2, 10))' 2>/dev/null; then
     say "installing torch"

@@ -87,6 +87,9 @@ class FusedDecoder:
             return False
         if nn.modules.module._has_any_global_hook():
             return False
+        weight = model.backbone.embedding.weight
+        if weight.dtype not in WEIGHT_DTYPES or weight.device.type not in ("cpu", "cuda"):
+            return False
         backbone = model.backbone
         if self._backbone is None or backbone is not self._backbone.root or not self._backbone.is_current():
             self._backbone = Watch(backbone)
@@ -151,9 +154,6 @@ def _pack(layer: nn.Module) -> tuple[Tensor, Tensor]:
 
 
 def _is_plain(backbone: nn.Module) -> bool:
-    weight = backbone.embedding.weight
-    if weight.dtype not in WEIGHT_DTYPES or weight.device.type != "cpu":
-        return False
     return all(map(_is_plain_block, backbone.layers)) and _is_plain_norm(backbone.norm_f)
 
 

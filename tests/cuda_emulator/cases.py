@@ -5,6 +5,7 @@ from importlib import import_module
 import torch
 
 from mamba_ops import testing
+from mamba_ops.ops.mamba_step import pack_layer, pack_layers
 
 
 def example(name, **options):
@@ -59,11 +60,67 @@ def reference(name):
 
 def results(namespace, case, dtype=torch.float32):
     """Outputs and gradients."""
+    if case in FUSED:
+        return fused_results(namespace, case)
     outputs, _, gradients = testing.run_with_gradients(operator(namespace, CASES[case][0]), inputs_of(case, dtype))
     return [*outputs, *gradients.values()]
 
 
 def check(namespace, case, dtype=torch.float32):
     """Fails unless outputs and gradients agree with the reference."""
+    if case in FUSED:
+        return check_fused(namespace, case, dtype)
     name = CASES[case][0]
     testing.check_values(operator(namespace, name), inputs_of(case, dtype), reference(name))
+
+
+# ---- the fused step, which has no gradients ----
+
+FUSED = {  # 16 rows and fewer are multiplied by its own kernels, more by cuBLAS
+    "mamba_step": dict(batch=5, n_layer=2, d_model=7, d_inner=19, d_state=3, d_conv=2, dt_rank=5),
+    "mamba_step_long": dict(batch=2, n_layer=1, d_model=150, d_inner=70, d_state=35, d_conv=4, dt_rank=3),
+    "mamba_step_wide": dict(batch=17, n_layer=2, d_model=9, d_inner=10, d_state=3, d_conv=3, dt_rank=2),
+}
+
+
+def fused_inputs(case, dtype=torch.float32):
+    return example("mamba_step", dtype=dtype, generator=torch.Generator().manual_seed(7), **FUSED[case])
+
+
+def fused_layers(ops, inputs, block=True):
+    layers = inputs["layers"]
+    packed = pack_layers([pack_layer(**layer) for layer in layers])
+    sizes = layers[0]["conv_weight"].shape[1], layers[0]["dt_proj"].shape[1]
+    states = inputs["conv_states"], inputs["ssm_states"]
+    return ops.mamba_step_(inputs["hidden"], *states, *packed, *sizes, 1e-5, block)
+
+
+def fused_step(namespace, inputs, block=True):
+    """Hidden state and logits of one step; the states in `inputs` are written."""
+    ops = getattr(torch.ops, namespace)
+    hidden, weight = fused_layers(ops, inputs, block), inputs["layers"][0]["in_proj"]
+    return hidden, ops.mamba_step_logits(hidden, torch.ones(hidden.shape[1]), weight, 1e-5)
+
+
+def fused_results(namespace, case):
+    inputs = fused_inputs(case)
+    outputs = fused_step(namespace, inputs)
+    return [*outputs, inputs["conv_states"], inputs["ssm_states"]]
+
+
+def check_fused(namespace, case, dtype=torch.float32):
+    for block in (True, False):
+        inputs = fused_inputs(case, dtype)
+        exact = {name: value.double() for name, value in inputs.items() if name != "layers"}
+        exact["layers"] = [{name: value.double() for name, value in layer.items()} for layer in inputs["layers"]]
+        hidden, logits = fused_step(namespace, inputs, block)
+        step = import_module("mamba_ops.reference.mamba_step")
+        want = step.mamba_step_(**exact, block=block)
+        testing.assert_close(hidden, want, what="hidden")
+        ones, weight = torch.ones(hidden.shape[1]).double(), exact["layers"][0]["in_proj"]
+        testing.assert_close(logits, step.mamba_step_logits(want, ones, weight), what="logits")
+        for name in ("conv_states", "ssm_states"):
+            testing.assert_close(inputs[name], exact[name], dtype if name == "conv_states" else None, what=name)
+
+
+ALL = [*CASES, *FUSED]

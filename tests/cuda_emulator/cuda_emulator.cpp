@@ -49,7 +49,7 @@ struct Options {
   uint64_t seed = 0;  // 0: threads and blocks run in index order
 } options;
 MemoryChecker checker;
-thread_local bool busy = false;  // in a hook, which may use library functions that a kernel's file has left here with hooks in them
+thread_local bool busy = false;  // in the emulator, which may use library functions that a kernel's file has left with hooks in them
 std::mutex one_launch_at_a_time;
 std::atomic<uint64_t> launches, blocks, barriers, warp_operations, atomics;
 
@@ -223,9 +223,8 @@ void Worker::run_block(Launch& l, uint32_t linear) {
   blocks.fetch_add(1, std::memory_order_relaxed);
 }
 
-// Called on a fiber, which is abandoned: kernels own nothing that needs a destructor.
+// Called on a fiber while `busy`. The fiber is abandoned: kernels own nothing that needs a destructor.
 void Worker::fail(const std::string& message) {
-  busy = true;
   error_ = std::string(launch_->name) + ", block " + text(running().block) + ", thread " + text(running().thread) + ": " + message;
   busy = false;
   yield();
@@ -252,6 +251,7 @@ std::string Worker::deadlock() const {
 }
 
 void Worker::sync_block(const char* file, int line) {
+  busy = true;
   Thread& t = running();
   t.state = State::at_barrier, t.file = file, t.line = line;
   if (!waiting_) first_waiting_ = &t;
@@ -263,10 +263,12 @@ void Worker::sync_block(const char* file, int line) {
     barriers.fetch_add(1, std::memory_order_relaxed);
     if (options.seed) reorder(order_, count_, &random_);
   }
+  busy = false;
   yield();
 }
 
 uint64_t Worker::warp_exchange(WarpOp op, unsigned mask, uint64_t value, int source, const char* file, int line) {
+  busy = true;
   Thread& t = running();
   Warp& warp = warps_[t.index / kWarp];
   const unsigned first = t.index / kWarp * kWarp, bit = 1u << t.index % kWarp;
@@ -296,18 +298,25 @@ uint64_t Worker::warp_exchange(WarpOp op, unsigned mask, uint64_t value, int sou
     if (op == WarpOp::sync && mask == ~0u) ++warp.epoch;  // a shuffle orders no memory accesses
     warp_operations.fetch_add(1, std::memory_order_relaxed);
   }
+  busy = false;
   yield();
   return t.result;
 }
 
 std::byte* Worker::dynamic_shared(size_t bytes) {
+  busy = true;
   if (bytes > dynamic_bytes_) fail("the launch gave less dynamic shared memory than the kernel uses");
+  busy = false;
   return arena_;
 }
 
 std::byte* Worker::static_shared(const void* tag, size_t bytes, size_t alignment) {
+  busy = true;
   std::byte*& object = static_objects_[tag];
-  if (object) return object;
+  if (object) {
+    busy = false;
+    return object;
+  }
   alignment = std::max<size_t>(alignment, 16);
   const size_t start = (arena_used_ + alignment - 1) / alignment * alignment;
   if (start + bytes + kRedZone > kArenaBytes) fail("more shared memory than the emulator has");
@@ -315,6 +324,7 @@ std::byte* Worker::static_shared(const void* tag, size_t bytes, size_t alignment
   object = arena_ + start;
   std::fill_n(object, bytes + kRedZone, kPoison);
   checker.add_shared(object, bytes);
+  busy = false;
   return object;
 }
 
@@ -322,8 +332,8 @@ void Worker::check(const void* p, size_t bytes, bool write, bool atomic, bool al
   const Thread& t = running();
   busy = true;
   const std::string error = checker.access(p, bytes, write, atomic, aligned, pc, {t.index, warps_[t.index / kWarp].epoch});
-  busy = false;
   if (!error.empty()) fail(error);
+  busy = false;
 }
 
 struct SourceLocation {
@@ -331,7 +341,9 @@ struct SourceLocation {
   uint32_t line, column;
 };
 void undefined(const SourceLocation& at, const char* what) {
-  if (current) Worker::self().fail(what + site(at.file, int(at.line)));
+  if (!current || busy) return;
+  busy = true;
+  Worker::self().fail(what + site(at.file, int(at.line)));
 }
 void hook(const void* p, size_t bytes, bool write, bool aligned, const void* pc) {
   if (current && !busy) Worker::self().check(p, bytes, write, false, aligned, pc);
@@ -382,6 +394,7 @@ EMU_HOOKS(1) EMU_HOOKS(2) EMU_HOOKS(4) EMU_HOOKS(8) EMU_HOOKS(16) void __tsan_re
 void __tsan_write_range(void* p, size_t n) { emu::hook(p, n, true, false, __builtin_return_address(0)); }
 void __tsan_init() { emu::checker.enabled = true; }
 void __tsan_vptr_update(void**, void*) {}
+uint8_t __tsan_atomic8_load(const volatile uint8_t* p, int) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }  // of function statics
 
 // The hooks of g++ -fsanitize=alignment,bounds,shift,signed-integer-overflow; all get a source location first.
 #define EMU_UNDEFINED(name, what) \
