@@ -5,7 +5,7 @@
 namespace mamba::cpu::MAMBA_CPU_LEVEL {
 namespace {
 
-constexpr int64_t backward_rows = 32;  // of a channel-last tile
+constexpr int64_t backward_rows = 64;  // of a channel-last tile of one vector
 constexpr int64_t most_blocks = 64;    // of the sums for dweight and dbias
 
 template <int W, class S>
@@ -16,7 +16,7 @@ class Backward : Convolution<W, S, CausalConv1dBwd> {
 
  public:
   explicit Backward(const CausalConv1dBwd& params)
-      : Base(params, backward_rows, most_blocks),
+      : Base(params, backward_rows / group, most_blocks),
         blocks(tiles.count() < most_blocks ? tiles.count() : most_blocks),
         partial(blocks * (width + 1) * filters.stride) {}
 
@@ -47,7 +47,7 @@ class Backward : Convolution<W, S, CausalConv1dBwd> {
     constexpr bool channels = Step > 1;
     constexpr int most = channels ? group : 1;
     const int64_t room = Base::template room<Step>();
-    const Scratch<T> memory(2 * most * room + 2 * width * vl), lane_sums(channels ? 0 : plan.chunk * (width + 1) * vl);
+    const Scratch<T> memory(2 * most * (room + width * vl)), lane_sums(channels ? 0 : plan.chunk * (width + 1) * vl);
     Strand strands[most];
     for (int64_t task = begin; task < end; ++task) {
       const int64_t block = task / plan.chunks, first = task % plan.chunks * plan.chunk, last = Base::chunk_end(first);
@@ -59,7 +59,7 @@ class Backward : Convolution<W, S, CausalConv1dBwd> {
         const auto strands_of = [&](int64_t d) {
           int count = 0;
           for (; count < most && d < last; ++count, d += channels ? vl : 1) {
-            T* const x = memory.get() + 2 * width * vl + 2 * count * room + Base::template lead<Step>();
+            T* const x = memory.get() + 2 * most * width * vl + 2 * count * room + Base::template lead<Step>();
             const int lanes = static_cast<int>(!channels ? 1 : last - d < vl ? last - d : vl);
             strands[count] = channels ? Strand{d, lanes, x, x + room, sums + d, filters.stride}
                                       : Strand{d, lanes, x, x + room, lane_sums.get() + (d - first) * (width + 1) * vl, vl};
@@ -102,15 +102,16 @@ class Backward : Convolution<W, S, CausalConv1dBwd> {
     for (int n = 0; n < count && reads; ++n) {
       if constexpr (Active) slopes<Step>(piece, strands[n], reach, memory);
     }
-    for (int n = 0; n < count && reads; ++n) sums<Step>(piece, strands[n], steps, memory);
     if (p.dinitial_state && piece.begin == piece.first && piece.initial >= 0)
       for (int n = 0; n < count; ++n) initial_gradient<Step>(piece, strands[n], memory);
     if constexpr (Step == 1) {
+      if (reads) sums<1>(piece, *strands, memory);
       write_times(piece, *strands, memory);
     } else if (count == group && strands[group - 1].lanes == vl && p.dx.stride[1] == 1) {
-      write_channels<group>(piece, strands, memory);
+      for (int n = 0; n < count && group > 1 && reads; ++n) sums<vl>(piece, strands[n], memory);
+      finish_channels<group>(piece, strands, group == 1 && reads, memory);
     } else {
-      for (int n = 0; n < count; ++n) write_channels<1>(piece, strands + n, memory);
+      for (int n = 0; n < count; ++n) finish_channels<1>(piece, strands + n, reads, memory);
     }
   }
 
@@ -130,20 +131,21 @@ class Backward : Convolution<W, S, CausalConv1dBwd> {
   }
 
   template <int Step>
-  void sums(const Tile& piece, const Strand& s, int64_t steps, T* memory) const {
+  void sums(const Tile& piece, const Strand& s, T* memory) const {
     Vectors<T, W> dweight(memory);
     for (int64_t k = 0; k < width; ++k) dweight[k] = load(s.sums + k * s.pitch);
     V dbias = load(s.sums + width * s.pitch);
     const auto ahead = Base::template ahead<Step>(p.dout, piece, s.d);
+    const int64_t end = (piece.end - piece.begin) * Step;
     int64_t i = 0;
-    for (; i + vl <= steps * Step; i += vl) {
+    for (; i + vl <= end; i += vl) {
       ahead(i / vl);
       const V gradient = load(s.gradient + i);
       dbias = dbias + gradient;
       for (int64_t k = 0; k < width; ++k) dweight[k] = dweight[k] + gradient * load(s.x + i + (k - past) * Step);
     }
-    if (i < steps * Step) {
-      const int lanes = static_cast<int>(steps * Step - i);
+    if (i < end) {
+      const int lanes = static_cast<int>(end - i);
       const V gradient = load_partial<T>(s.gradient + i, lanes);
       dbias = dbias + gradient;
       for (int64_t k = 0; k < width; ++k) dweight[k] = dweight[k] + gradient * load_partial<T>(s.x + i + (k - past) * Step, lanes);
@@ -159,25 +161,41 @@ class Backward : Convolution<W, S, CausalConv1dBwd> {
     return sum;
   }
 
-  // `N` strands, behind one another in memory.
+  // `N` strands, behind one another in memory: dx, and with `summing` their sums in the same sweep (two strands lack registers for that).
   template <int N>
-  void write_channels(const Tile& piece, const Strand* s, T* memory) const {
+  void finish_channels(const Tile& piece, const Strand* s, bool summing, T* memory) const {
     Vectors<T, W * N> weight(memory);
+    Vectors<T, W> dweight(memory + N * width * vl);
     for (int64_t k = 0; k < width * N; ++k) weight[k] = load(filters.tap(k / N, s[k % N].d));
+    for (int64_t k = 0; k < width; ++k) dweight[k] = load(s->sums + k * s->pitch);
+    V dbias = load(s->sums + width * s->pitch);
     const int64_t steps = piece.end - piece.begin, final = final_from(piece), step = p.dx.stride[2];
     S* const to = p.dx.template at<S>(piece.row, s->d, piece.begin);
     const bool direct = s->lanes == vl && p.dx.stride[1] == 1;
     const bool stream = streaming && N * vl * sizeof(S) == 64 && is_line(to) && step * sizeof(S) % 64 == 0;
+    const auto ahead = Base::template ahead<vl>(summing ? p.dout : p.dx, piece, s->d);
     for (int64_t i = 0; i < steps; ++i) {
       V values[N];
-      for (int n = 0; n < N; ++n) values[n] = spread<vl, N>(s[n].gradient + i * vl, weight, n);
-      for (int n = 0; n < N && i >= final; ++n) values[n] = with_final<vl>(piece, s[n], i, s[n].lanes, values[n]);
+      if (summing) ahead(i);
+      for (int n = 0; n < N; ++n) {
+        const T* const at = s[n].gradient + i * vl;
+        if (N == 1 && summing) {
+          const V gradient = load(at);
+          dbias = dbias + gradient;
+          for (int64_t k = 0; k < width; ++k) dweight[k] = dweight[k] + gradient * load(s->x + (i + k - past) * vl);
+        }
+        values[n] = spread<vl, N>(at, weight, n);
+        if (i >= final) values[n] = with_final<vl>(piece, s[n], i, s[n].lanes, values[n]);
+      }
       if (direct)
         store_group(to + i * step, values, stream);
       else
-        store(s->x + i * vl, values[0]);  // which is no longer needed
+        store(s->x + (i - past) * vl, values[0]);  // over the sample that nothing else needs
     }
-    if (!direct) store_tile_to(s->x, vl, to, step, p.dx.stride[1], static_cast<int>(steps), s->lanes);
+    if (!direct) store_tile_to(s->x - past * vl, vl, to, step, p.dx.stride[1], static_cast<int>(steps), s->lanes);
+    if (!summing) return;
+    for (int64_t k = 0; k < width; ++k) store(s->sums + k * s->pitch, dweight[k]);
+    store(s->sums + width * s->pitch, dbias);
   }
 
   void write_times(const Tile& piece, const Strand& s, T* memory) const {

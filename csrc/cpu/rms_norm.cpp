@@ -13,21 +13,24 @@ struct Forward : Norm<S, RmsNormFwd> {
 
   void run() const {
     const auto rows = [&](int64_t begin, int64_t end) {
-      with_flags([&](auto residual, auto gate_first) { sweep<residual.value, gate_first.value>(begin, end); }, bool{p.residual},
-                 p.z && !p.norm_before_gate);
+      with_flags(
+          [&](auto residual, auto narrow, auto gate_first) {
+            sweep<residual.value, std::conditional_t<residual.value && narrow.value && sizeof(S) == 2, S, T>, gate_first.value>(begin, end);
+          },
+          bool{p.residual}, all_narrow<S>(p.residual, p.residual_out), p.z && !p.norm_before_gate);
       if (streaming) end_streaming();
     };
     parallel_for(p.rows.count, rows, p.dim ? serial_columns / p.dim : 1);
   }
 
  private:
-  template <bool Residual, bool GateFirst>
+  // R: how the residual is read and the sum written.
+  template <bool Residual, class R, bool GateFirst>
   void sweep(int64_t begin, int64_t end) const {
-    // Normed from where they stand, unless they are changed or need a conversion first.
-    constexpr bool in_place = !GateFirst;
-    using From = std::conditional_t<in_place && !Residual, S, T>;
+    constexpr bool in_place = !Residual && !GateFirst;  // normed from where they stand, else from a buffer
+    using From = std::conditional_t<in_place, S, T>;
     const Rows<T, S> x(p.rows, p.x, n), z(p.rows, p.z, n), out(p.rows, p.out, n);
-    const Rows<T, T> residual(p.rows, p.residual, n), residual_out(p.rows, p.residual_out, n);
+    const Rows<T, R> residual(p.rows, p.residual, n), residual_out(p.rows, p.residual_out, n);
     const Scratch<T> normed(in_place ? 0 : rows_at_once * pad);
     for (int64_t first = begin; first < end; first += rows_at_once) {
       const int count = static_cast<int>(end - first < rows_at_once ? end - first : rows_at_once);
@@ -39,14 +42,12 @@ struct Forward : Norm<S, RmsNormFwd> {
           const int64_t row = first + i;
           given[i] = x.read(row, g, i);
           gates[i] = z.read(row, g, i);
-          T* sums = residual_out.target(row, g, i);
+          R* sums = residual_out.target(row, g, i);
           T* to = normed.get() + i * pad;
-          const T squares = this->squares<Residual, GateFirst>(given[i], residual.read(row, g, i), gates[i], sums, to,
-                                                               streaming && residual_out.is_lines(sums));
+          const T squares = this->squares<Residual, R, GateFirst>(given[i], residual.read(row, g, i), gates[i], sums, to,
+                                                                  streaming && residual_out.is_lines(sums));
           if constexpr (Residual) residual_out.done(row, g, i);
-          if constexpr (in_place && Residual)
-            from[i] = sums;
-          else if constexpr (in_place)
+          if constexpr (in_place)
             from[i] = given[i];
           else
             from[i] = to;
@@ -70,20 +71,21 @@ struct Forward : Norm<S, RmsNormFwd> {
   }
 
   // v = s or s silu(z) with s = x + residual; the sum of v^2
-  template <bool Residual, bool GateFirst>
-  T squares(const S* x, const T* residual, const S* z, T* sums, T* normed, bool stream) const {
-    return sum_vectors<T>(pad, [&](int64_t k) __attribute__((always_inline)) {
-      V v = load_as<T>(x + k);
-      if constexpr (Residual) {
-        v += load(residual + k);
-        const V sum[] = {v};
-        store_group(sums + k, sum, stream);
+  template <bool Residual, class R, bool GateFirst>
+  T squares(const S* x, const R* residual, const S* z, R* sums, T* changed, bool stream) const {
+    return sum_lines<T, S>(pad, [&](int64_t k, auto vectors) __attribute__((always_inline)) {
+      V values[vectors.value], squares = zero<T>();
+      for (int i = 0; i < vectors.value; ++i) {
+        values[i] = load_as<T>(x + k + i * width);
+        if constexpr (Residual) values[i] += load_as<T>(residual + k + i * width);
       }
-      if constexpr (GateFirst) {
-        v *= silu_for<S>(load_as<T>(z + k));
-        store(normed + k, v);
+      if constexpr (Residual) store_group(sums + k, values, stream);
+      for (int i = 0; i < vectors.value; ++i) {
+        if constexpr (GateFirst) values[i] *= silu_for<S>(load_as<T>(z + k + i * width));
+        if constexpr (Residual || GateFirst) store(changed + k + i * width, values[i]);
+        squares += values[i] * values[i];
       }
-      return v * v;
+      return squares;
     });
   }
 

@@ -140,20 +140,29 @@ class Parameter {
   Scratch<T> values_;
 };
 
-// sum_k f(k) over the padded columns, in an order that depends on the count only.
-template <class T, class F>
-MAMBA_INLINE T sum_vectors(int64_t pad, F&& f) {
-  constexpr int width = Simd<T>::width;
+// sum_k f(k, N) over the padded columns, N vectors in a call (those of a cache line of S, at the end 1), in an order that depends on the
+// count only.
+template <class T, class S, class F>
+MAMBA_INLINE T sum_lines(int64_t pad, F&& f) {
+  using Line = std::integral_constant<int, line_vectors<T, S>>;
+  constexpr int64_t width = Simd<T>::width, line = Line::value * width;
   Vec<T> a = zero<T>(), b = a, c = a, d = a;
   int64_t k = 0;
-  for (; k + 4 * width <= pad; k += 4 * width) {
-    a += f(k);
-    b += f(k + width);
-    c += f(k + 2 * width);
-    d += f(k + 3 * width);
+  for (; k + 4 * line <= pad; k += 4 * line) {
+    a += f(k, Line{});
+    b += f(k + line, Line{});
+    c += f(k + 2 * line, Line{});
+    d += f(k + 3 * line, Line{});
   }
-  for (; k < pad; k += width) a += f(k);
+  for (; k + line <= pad; k += line) a += f(k, Line{});
+  for (; k < pad; k += width) a += f(k, std::integral_constant<int, 1>{});
   return sum((a + b) + (c + d));
+}
+
+// Whether all of the operands that are there have x's own 16-bit type, so that they need no buffer in the arithmetic type.
+template <class S, class... Views>
+bool all_narrow(const Views&... views) {
+  return sizeof(S) == 2 && ((!views || views.dtype == dtype_of<S>()) && ...);
 }
 
 // What forward and backward know of a norm.

@@ -25,13 +25,14 @@ struct Backward : Norm<S, RmsNormBwd> {
   void run() const {
     const auto body = [&](int64_t begin, int64_t end) {
       with_flags(
-          [&](auto residual) {
+          [&](auto residual, auto narrow) {
+            using R = std::conditional_t<residual.value && narrow.value && sizeof(S) == 2, S, T>;
             constexpr bool with_residual = decltype(residual)::value;
-            if (!p.z) return Sweep<with_residual, Gate::none>(*this).blocks(begin, end);
-            if (p.norm_before_gate) return Sweep<with_residual, Gate::last>(*this).blocks(begin, end);
-            return Sweep<with_residual, Gate::first>(*this).blocks(begin, end);
+            if (!p.z) return Sweep<with_residual, R, Gate::none>(*this).blocks(begin, end);
+            if (p.norm_before_gate) return Sweep<with_residual, R, Gate::last>(*this).blocks(begin, end);
+            return Sweep<with_residual, R, Gate::first>(*this).blocks(begin, end);
           },
-          bool{p.residual});
+          bool{p.residual}, all_narrow<S>(p.residual, p.dresidual_out));
       if (streaming) end_streaming();
     };
     parallel_for(blocks, body, p.dim ? serial_columns / p.dim / per_block : 1);
@@ -40,8 +41,8 @@ struct Backward : Norm<S, RmsNormBwd> {
   }
 
  private:
-  // One thread's share of the blocks.
-  template <bool Residual, Gate gate>
+  // One thread's share of the blocks. R: how the residual and the gradient of the sum are read.
+  template <bool Residual, class R, Gate gate>
   struct Sweep {
     explicit Sweep(const Backward& norm)
         : norm(norm),
@@ -77,9 +78,10 @@ struct Backward : Norm<S, RmsNormBwd> {
     // A row at hand. What the second pass needs of the first one's is kept in s, v, grad, factor and slope.
     struct Row {
       const S *x, *dout, *z;
-      const T* residual;
+      const R* residual;
       T *s, *v, *grad, *factor, *slope;
       S *dx, *dz;
+      bool stream_dx, stream_dz;
       T scale;
     };
 
@@ -99,8 +101,7 @@ struct Backward : Norm<S, RmsNormBwd> {
             dweight != nullptr, dbias != nullptr);
         for (int i = 0; i < Count; ++i) {
           const int64_t row = first + i;
-          gradients(at[i], g, dots[i], dresidual_out.read(row, g, i), dresidual ? dresidual.target(row, g, i) : nullptr,
-                    norm.streaming && dx.is_lines(at[i].dx));
+          gradients(at[i], g, dots[i], dresidual_out.read(row, g, i), dresidual ? dresidual.target(row, g, i) : nullptr);
           dx.done(row, g, i);
           if (p.dz) dz.done(row, g, i);
           if (p.dresidual) dresidual.done(row, g, i);
@@ -116,6 +117,7 @@ struct Backward : Norm<S, RmsNormBwd> {
         const auto* from = static_cast<const typename decltype(tag)::type*>(p.rms.data);
         rms = load_scalar<T>(from + row_offset(p.rows, p.rms, row) + g * p.rms.column);
       });
+      S *const dx_row = dx.target(row, g, i), *const dz_row = dz.target(row, g, i);
       return {.x = x.read(row, g, i),
               .dout = dout ? dout.read(row, g, i) : zeros.get(),
               .z = z.read(row, g, i),
@@ -125,8 +127,10 @@ struct Backward : Norm<S, RmsNormBwd> {
               .grad = memory + 2 * norm.pad,
               .factor = memory + 3 * norm.pad,
               .slope = memory + 4 * norm.pad,
-              .dx = dx.target(row, g, i),
-              .dz = dz.target(row, g, i),
+              .dx = dx_row,
+              .dz = dz_row,
+              .stream_dx = norm.streaming && dx.is_lines(dx_row),
+              .stream_dz = norm.streaming && dz.is_lines(dz_row),
               .scale = T(1) / rms};
     }
 
@@ -137,43 +141,48 @@ struct Backward : Norm<S, RmsNormBwd> {
       const T *weight = norm.weight.group(g), *bias = norm.bias.group(g);
       V sum[Count];
       for (int i = 0; i < Count; ++i) sum[i] = zero<T>();
-      for (int64_t k = 0; k < norm.pad; k += width) {
-        const V w = load(weight + k);
-        V dw = zero<T>(), db = dw;
-        for (int i = 0; i < Count; ++i) {
-          const Row& row = at[i];
-          V v = load_as<T>(row.x + k), grad = load_as<T>(row.dout + k);
-          if constexpr (Residual) {
-            v += load(row.residual + k);
-            store(row.s + k, v);
-          }
-          if constexpr (gate != Gate::none) {
-            const auto [factor, slope] = silu_with_slope_for<S>(load_as<T>(row.z + k));
-            if constexpr (gate == Gate::first) {
-              v *= factor;
-              store(row.v + k, v);
-              store(row.factor + k, factor);
-              store(row.slope + k, slope);
-            } else {  // dz = dout y silu'(z)
-              const V y = v * row.scale * w + load(bias + k);
-              store_as(row.dz + k, grad * y * slope);
-              grad *= factor;
-              store(row.grad + k, grad);
+      for_lines<T, S>(norm.pad, [&](int64_t first, auto vectors) __attribute__((always_inline)) {
+        V dz[Count][vectors.value];
+        for (int n = 0; n < vectors.value; ++n) {
+          const int64_t k = first + n * width;
+          const V w = load(weight + k);
+          V dw = zero<T>(), db = dw;
+          for (int i = 0; i < Count; ++i) {
+            const Row& row = at[i];
+            V v = load_as<T>(row.x + k), grad = load_as<T>(row.dout + k);
+            if constexpr (Residual) {
+              v += load_as<T>(row.residual + k);
+              store(row.s + k, v);
             }
+            if constexpr (gate != Gate::none) {
+              const auto [factor, slope] = silu_with_slope_for<S>(load_as<T>(row.z + k));
+              if constexpr (gate == Gate::first) {
+                v *= factor;
+                store(row.v + k, v);
+                store(row.factor + k, factor);
+                store(row.slope + k, slope);
+              } else {  // dz = dout y silu'(z)
+                const V y = v * row.scale * w + load(bias + k);
+                dz[i][n] = grad * y * slope;
+                grad *= factor;
+                store(row.grad + k, grad);
+              }
+            }
+            const V product = grad * v;
+            sum[i] += product * w;
+            if constexpr (Weighted) dw += product * row.scale;
+            if constexpr (Biased) db += grad;
           }
-          const V product = grad * v;
-          sum[i] += product * w;
-          if constexpr (Weighted) dw += product * row.scale;
-          if constexpr (Biased) db += grad;
+          if constexpr (Weighted) store(dweight + k, load(dweight + k) + dw);
+          if constexpr (Biased) store(dbias + k, load(dbias + k) + db);
         }
-        if constexpr (Weighted) store(dweight + k, load(dweight + k) + dw);
-        if constexpr (Biased) store(dbias + k, load(dbias + k) + db);
-      }
+        for (int i = 0; gate == Gate::last && i < Count; ++i) store_group(at[i].dz + first, dz[i], at[i].stream_dz);
+      });
       for (int i = 0; i < Count; ++i) dots[i] = mamba::cpu::MAMBA_CPU_LEVEL::sum(sum[i]);
     }
 
     // dv = (grad weight - v mean(grad weight v) / rms^2) / rms
-    void gradients(const Row& row, int64_t g, T dot, const T* more, T* dresidual, bool stream) const {
+    void gradients(const Row& row, int64_t g, T dot, const R* more, T* dresidual) const {
       const T* weight = norm.weight.group(g);
       const V scale = broadcast(row.scale), along = broadcast(dot / static_cast<T>(norm.n) * row.scale * row.scale * row.scale);
       for_lines<T, S>(norm.pad, [&](int64_t first, auto vectors) __attribute__((always_inline)) {
@@ -191,19 +200,20 @@ struct Backward : Norm<S, RmsNormBwd> {
             ds *= load(row.factor + k);
           }
           if constexpr (Residual) {
-            if (more) ds += load(more + k);
+            if (more) ds += load_as<T>(more + k);
             if (dresidual) store(dresidual + k, ds);
           }
           dx[i] = ds;
         }
-        if constexpr (gate == Gate::first) store_group(row.dz + first, dz, false);
-        store_group(row.dx + first, dx, stream);
+        if constexpr (gate == Gate::first) store_group(row.dz + first, dz, row.stream_dz);
+        store_group(row.dx + first, dx, row.stream_dx);
       });
     }
 
     const Backward& norm;
     const Rows<T, S> x, dout, z, dx, dz;
-    const Rows<T, T> residual, dresidual_out, dresidual;
+    const Rows<T, R> residual, dresidual_out;
+    const Rows<T, T> dresidual;
     const Scratch<S> zeros;
     const Scratch<T> kept;
   };
