@@ -17,3 +17,13 @@ SCAN = {
     + [(1, 64, 16, 2048), (64, 1536, 16, 16)],
 }
 SCAN_MEMORY = (1, 1536, 16, 8192)
+
+# batch, seqlen, channels
+RECURRENCE = {
+    "quick": [(8, 512, 256)],
+    "full": [(8, 512, 256), (64, 1024, 256), (1, 65536, 256), (512, 64, 256), (8, 4096, 2048)],
+}
+GATED_SCAN = {"quick": [(8, 512, 256), (64, 4096, 256)], "full": [*RECURRENCE["full"], (64, 4096, 256)]}
+RECURRENCE_WITH_PEERS = 8 * 512 * 256  # numbers: beyond that, theirs take minutes
+
+BACKTEST = {"quick": [10_000_000], "full": [100_000, 10_000_000]}

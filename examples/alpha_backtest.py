@@ -129,7 +129,7 @@ def split_windows(count: int, settings: argparse.Namespace) -> dict[str, Tensor]
     parts = {}
     for name, begin, end in zip(("train", "validation", "test"), borders, borders[1:]):
         first = begin + PAST + settings.window - 1
-        parts[name] = torch.arange(first, end - settings.horizon)
+        parts[name] = torch.arange(first, max(first, end - settings.horizon))
         if len(parts[name]) == 0:
             raise SystemExit(
                 f"the {name} part has {end - begin} bars; it needs more than {first - begin + settings.horizon}"

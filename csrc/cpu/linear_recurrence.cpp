@@ -62,6 +62,7 @@ class Forward {
   template <Output How, class E>
   void steps(const RecurrenceTask& task, T* state, int64_t t, int count, LaneRows<const E> x, LaneRows<const E> gates,
              LaneRows<E> out) const {
+    const int64_t x_ahead = bytes_ahead(x, task.lanes), gates_ahead = bytes_ahead(gates, task.lanes);
     for (int i = 0; i < count; ++i) {
       if (recurrence_restarts(p, task.row, t + i)) clear_states(state, task.lanes);
       const E *const x_row = x[i], *const gate_row = gates[i];
@@ -70,6 +71,8 @@ class Forward {
         const V g = gate<Sigmoid>(get<T>(gate_row + lane, lanes, whole));
         const V h = g * load(state + lane) + get<T>(x_row + lane, lanes, whole);
         store(state + lane, h);
+        prefetch(x_row + lane, x_ahead);
+        prefetch(gate_row + lane, gates_ahead);
         put<How>(out_row + lane, h, lanes, whole);
       });
     }

@@ -43,7 +43,7 @@ struct RecurrencePlan {
     block = width;
     if (wide) {
       constexpr int64_t wanted_tasks = 64;
-      const int64_t unit = 2 * width, groups = p.rows * runs;
+      const int64_t unit = 4 * width, groups = p.rows * runs;
       const int64_t share = groups >= wanted_tasks ? p.lanes : p.lanes * groups / wanted_tasks;
       block = (share + unit - 1) / unit * unit;
       block = block < unit ? unit : block > most ? most : block;
@@ -139,6 +139,14 @@ template <class E>
 bool streams(const LaneRows<E>& rows, int64_t lanes) {
   constexpr int64_t line = 64, size = sizeof(E);
   return reinterpret_cast<uintptr_t>(rows.data) % line == 0 && rows.step * size % line == 0 && lanes * size % line == 0;
+}
+
+// From one row to the one that memory is to be asked for: about 4 KiB ahead.
+template <class E>
+int64_t bytes_ahead(const LaneRows<E>& rows, int64_t lanes) {
+  constexpr int64_t size = sizeof(E), distance = 4096;
+  const int64_t row = lanes * size;
+  return (row < distance ? distance / row : 1) * rows.step * size;
 }
 
 // Calls f(first lane, lanes, whole) for every vector of a row; `whole` is a type, so that full vectors need no condition.

@@ -2,10 +2,15 @@
 
 import pytest
 import torch
-from test_linear_recurrence import GATES, call, check, inputs_of, op  # noqa: F401
+from test_linear_recurrence import GATES, call, check, inputs_of
 
 from mamba_ops import testing
 from mamba_ops.reference.linear_recurrence import example_inputs
+
+
+@pytest.fixture(params=GATES)
+def op(request):
+    return request.param
 
 
 @pytest.mark.parametrize("packing", ["seq_idx", "cu_seqlens"])
