@@ -33,7 +33,7 @@ class Forward {
  private:
   void sweep(const RecurrenceTask& task, T* state) const {
     const RecurrenceRun& run = task.run;
-    if (run.padding) return clear_padding(p, p.states, task);
+    if (run.padding) return clear(task, state);
     load_states(p, state, p.initial_state, task, run.state);
     for (int64_t t = run.begin; t < run.end;) {
       if (t % recurrence_chunk == 0) store_states(p, state, p.chunk_states, task, t / recurrence_chunk);
@@ -42,6 +42,13 @@ class Forward {
       t = next;
     }
     store_states(p, state, p.last_state, task, run.state);
+  }
+
+  void clear(const RecurrenceTask& task, T* state) const {
+    clear_padding(p, p.states, task);
+    clear_states(state, task.lanes);
+    for (int64_t t = task.run.begin; p.chunk_states && t < task.run.end; ++t)
+      if (t % recurrence_chunk == 0) store_states(p, state, p.chunk_states, task, t / recurrence_chunk);
   }
 
   void chunk(const RecurrenceTask& task, T* state, int64_t t, int count) const {
