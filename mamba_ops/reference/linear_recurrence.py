@@ -77,7 +77,7 @@ def gated_scan(x, logits, initial_state=None, **options):
 def example_inputs(
     *,
     dtype=torch.float32,
-    device="cpu",
+    device=None,
     generator=None,
     batch=2,
     channels=(5,),
@@ -93,10 +93,12 @@ def example_inputs(
     packing is None, "seq_idx" or "cu_seqlens" (with an empty sequence and a padded tail). The initial state has the
     accumulation dtype.
     """
+    device = device or torch.get_default_device()
     acc = torch.float64 if dtype == torch.float64 else torch.float32
 
     def normal(*shape, dtype=dtype):
-        return torch.randn(shape, dtype=torch.float64, generator=generator).to(device=device, dtype=dtype)
+        values = torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu")
+        return values.to(device=device, dtype=dtype)
 
     inputs = {"dim": dim, "reverse": reverse}
     sequences = batch

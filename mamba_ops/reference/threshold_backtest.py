@@ -34,11 +34,12 @@ def _statistics(values, ddof):
     return [n, mean, std, sharpe, (values > 0).double().mean().item(), values.sum().item()]
 
 
-def example_inputs(*, dtype=torch.float32, device="cpu", generator=None, count=50, thresholds=(0.0, 0.1, 0.4)):
+def example_inputs(*, dtype=torch.float32, device=None, generator=None, count=50, thresholds=(0.0, 0.1, 0.4)):
     """Small random arguments for threshold_backtest: a random walk of prices, some of the probabilities exactly 1/2."""
+    device = device or torch.get_default_device()
 
     def normal(*shape):
-        return torch.randn(shape, dtype=torch.float64, generator=generator)
+        return torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu")
 
     prices = 100 + normal(count + 1).cumsum(0)
     probs = torch.sigmoid(normal(count))
