@@ -1,6 +1,7 @@
-"""Builds mamba_ops/_C.so. The only file that knows compilers, architectures and instruction-set flags.
+"""Builds mamba_ops/_C.so and _C_cuda.so. The only file that knows compilers, architectures and instruction-set flags.
 
-csrc/schema.cpp and csrc/ops are compiled once, every file of csrc/cpu once per CPU level (see csrc/cpu/level.h).
+csrc/schema.cpp and csrc/ops are compiled once, every file of csrc/cpu once per CPU level (see csrc/cpu/level.h); where
+nvcc is found, csrc/ops once more and csrc/cuda for _C_cuda.so, whose link needs neither a GPU nor a torch with CUDA.
 Objects are rebuilt when a file they include, or their command line, has changed.
 """
 
@@ -43,7 +44,8 @@ COMMON_FLAGS = [
 ]
 CUDA_FLAGS = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "--diag-suppress", "20012,20013,20014,20015"]
 CUDA_FLAGS += ["-Xcompiler", "-fPIC,-fvisibility=hidden"]
-CUDA_ARCHITECTURES = "8.0;9.0;10.0+PTX"
+CUDA_ARCHITECTURES = "8.0;9.0+PTX"  # where no GPU is at hand; newer ones translate the PTX when the library is loaded
+WITHOUT_CUDA = "set MAMBA_OPS_CUDA=0 to build without CUDA kernels"
 LEVEL_FLAGS = {
     "baseline": [],
     "avx2": ["-DMAMBA_CPU_AVX2=1", "-mavx2", "-mfma", "-mf16c"],
@@ -70,33 +72,42 @@ def find_compiler() -> str:
     raise SystemExit("mamba_ops: no C++ compiler found (c++, g++ or clang++); install one, for example the package g++")
 
 
-def find_cuda() -> Path | None:
-    """The CUDA toolkit's folder, or None where the CUDA library is not to be built.
+def find_nvcc() -> str | None:
+    """nvcc, or None where the CUDA library is not to be built.
 
-    MAMBA_OPS_CUDA: 0 (the default while the kernels have not run on a GPU), 1, or auto: where a toolkit is found.
+    MAMBA_OPS_CUDA: auto (default: where nvcc is found in CUDA_HOME or on the path), 0, or 1 (also in /usr/local/cuda).
     """
-    wish = os.environ.get("MAMBA_OPS_CUDA", "0")
+    wish = os.environ.get("MAMBA_OPS_CUDA", "auto")
     if wish not in ("auto", "0", "1"):
         raise SystemExit(f"mamba_ops: MAMBA_OPS_CUDA must be auto, 0 or 1, got {wish}")
     if wish == "0":
         return None
-    on_path = shutil.which("nvcc")
     folders = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
-    folders += [str(Path(on_path).resolve().parent.parent)] if on_path else []
-    for folder in [*filter(None, folders), *(["/usr/local/cuda"] if wish == "1" else [])]:
-        if (Path(folder) / "bin" / "nvcc").exists():
-            return Path(folder)
-    if wish == "1":
+    names = [*(f"{folder}/bin/nvcc" for folder in folders if folder), "nvcc"]
+    names += ["/usr/local/cuda/bin/nvcc"] if wish == "1" else []
+    found = next(filter(None, map(shutil.which, names)), None)
+    if wish == "1" and not found:
         raise SystemExit(
             "mamba_ops: MAMBA_OPS_CUDA=1, but no nvcc was found in CUDA_HOME, on the path or in /usr/local/cuda"
         )
-    return None
+    return found
 
 
-def cuda_architectures() -> list[str]:
-    """nvcc's options for TORCH_CUDA_ARCH_LIST: "8.0;9.0+PTX" or "8.0 9.0+PTX"."""
+def cuda_architectures() -> str:
+    """TORCH_CUDA_ARCH_LIST, such as "8.0;9.0+PTX" or "8.0 9.0+PTX"; by default that of the GPUs here, if any."""
+    import torch
+
+    asked = os.environ.get("TORCH_CUDA_ARCH_LIST")
+    if asked or not torch.cuda.is_available():
+        return asked or CUDA_ARCHITECTURES
+    here = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
+    return ";".join(f"{major}.{minor}" for major, minor in sorted(here))
+
+
+def architecture_options(architectures: str) -> list[str]:
+    """The same for nvcc."""
     options = []
-    for item in (os.environ.get("TORCH_CUDA_ARCH_LIST") or CUDA_ARCHITECTURES).replace(";", " ").split():
+    for item in architectures.replace(";", " ").split():
         number = item.removesuffix("+PTX").replace(".", "")
         if not number.rstrip("af").isdigit():
             raise SystemExit(f"mamba_ops: TORCH_CUDA_ARCH_LIST must hold numbers such as 9.0 or 9.0+PTX, got {item}")
@@ -148,7 +159,8 @@ class Unit:
             return
         self.record.unlink(missing_ok=True)
         print(f"compiling {self.source.relative_to(ROOT)} [{self.label}]", flush=True)
-        run(self.command, f"compiling {self.source.relative_to(ROOT)}")
+        hint = f" ({WITHOUT_CUDA})" if self.label == "cuda" else ""
+        run(self.command, f"compiling {self.source.relative_to(ROOT)}{hint}")
         self.check_symbols()
         self.record.write_text(shlex.join(self.command))
 
@@ -163,6 +175,12 @@ class Unit:
             raise SystemExit(
                 f"mamba_ops: {self.source.name} [{self.label}] leaves weak symbols outside its level: {foreign}"
             )
+
+
+def compile_all(units: list[Unit]) -> None:
+    units.sort(key=lambda unit: -unit.source.stat().st_size)  # long ones first
+    with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
+        list(pool.map(Unit.compile, units))
 
 
 class BuildLibraries(build_ext):
@@ -186,10 +204,7 @@ class BuildLibraries(build_ext):
         for source in sorted((CSRC / "cpu").glob("*.cpp")):
             for name in levels():
                 units.append(Unit(source, name, flags + LEVEL_FLAGS[name] + [f"-DMAMBA_CPU_LEVEL={name}"], folder))
-        units.sort(key=lambda unit: -unit.source.stat().st_size)  # long ones first
-        with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
-            list(pool.map(Unit.compile, units))
-
+        compile_all(units)
         library = Path(self.get_ext_fullpath(ext.name)).resolve()
         library.parent.mkdir(parents=True, exist_ok=True)
         partial = library.with_suffix(".so.partial")
@@ -204,62 +219,45 @@ class BuildLibraries(build_ext):
             "linking _C.so",
         )
         partial.replace(library)
-        toolkit = find_cuda()
+        nvcc = find_nvcc()
         cuda_library = library.with_name("_C_cuda.so")
-        if toolkit:
-            self.build_cuda(toolkit, flags + torch_flags, torch_path, folder, cuda_library)
-        else:
-            cuda_library.unlink(missing_ok=True)
-        record = self.describe(compiler, torch_path) | self.describe_cuda(toolkit)
+        cuda_library.unlink(missing_ok=True)
+        record = self.describe(compiler, torch_path)
+        if nvcc:
+            architectures = cuda_architectures()
+            self.build_cuda(nvcc, architectures, flags + torch_flags, torch_path, folder, cuda_library)
+            version = run([nvcc, "--version"], "asking nvcc's version").splitlines()
+            record["cuda"] = next((line.strip() for line in version if "release" in line), "unknown")
+            record["cuda_architectures"] = architectures
         record["library_bytes"] = library.stat().st_size
         library.with_name(RECORD).write_text(json.dumps(record, indent=1) + "\n")
-        built = (
-            f"the CPU and CUDA libraries (toolkit {toolkit})" if toolkit else "the CPU library, without CUDA kernels"
-        )
+        built = f"the CPU and CUDA libraries (with {nvcc})" if nvcc else "the CPU library, without CUDA kernels"
         print(f"mamba_ops: built {built}", flush=True)
 
-    def build_cuda(self, toolkit: Path, flags: list[str], torch_path: Path, folder: Path, library: Path) -> None:
+    def build_cuda(
+        self, nvcc: str, architectures: str, flags: list[str], torch_path: Path, folder: Path, library: Path
+    ) -> None:
         """_C_cuda.so: the host layer for CUDA tensors, and the kernels."""
-        host_flags = [*flags, "-DMAMBA_CUDA=1", "-DUSE_CUDA", f"-isystem{toolkit / 'include'}"]
         host = [path for path in sorted((CSRC / "ops").glob("*.cpp")) if not path.name.startswith("cpu_")]
-        units = [Unit(path, "cuda", host_flags, folder) for path in host]
-        nvcc = [str(toolkit / "bin" / "nvcc"), *CUDA_FLAGS, *cuda_architectures(), f"-I{CSRC}"]
-        units += [Unit(path, "cuda", nvcc, folder) for path in sorted((CSRC / "cuda").glob("*.cu"))]
-        units.sort(key=lambda unit: -unit.source.stat().st_size)
-        with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
-            list(pool.map(Unit.compile, units))
-        partial = library.with_suffix(".so.partial")
-        # torch loads its libraries privately, so libtorch_cuda.so must be named as needed. A torch without CUDA
-        # lacks it: then an empty library of that name stands in for it while linking.
+        units = [Unit(path, "cuda", [*flags, "-DMAMBA_CUDA=1", "-DUSE_CUDA"], folder) for path in host]
+        device_flags = [nvcc, *CUDA_FLAGS, *architecture_options(architectures), f"-I{CSRC}"]
+        units += [Unit(path, "cuda", device_flags, folder) for path in sorted((CSRC / "cuda").glob("*.cu"))]
+        compile_all(units)
+        # torch loads its libraries privately, so libtorch_cuda.so must be named as needed. An empty library of that
+        # name stands in for it while linking, so that a torch without CUDA will do.
         stubs = folder / "stubs"
         stubs.mkdir(exist_ok=True)
-        if not (torch_path / "lib" / "libtorch_cuda.so").exists():
-            stub = [
-                "-shared",
-                "-x",
-                "c",
-                "/dev/null",
-                "-Wl,-soname,libtorch_cuda.so",
-                "-o",
-                str(stubs / "libtorch_cuda.so"),
-            ]
-            run([*shlex.split(find_compiler()), *stub], "linking a stand-in for libtorch_cuda.so")
-        objects = [str(unit.object) for unit in units]
-        folders = [f"-L{torch_path / 'lib'}", f"-L{stubs}", f"-L{toolkit / 'lib64'}", f"-L{toolkit / 'lib'}"]
-        libraries = ["-Wl,--no-as-needed", "-ltorch_cpu", "-ltorch_cuda", "-Wl,--as-needed", "-lcudart"]
-        command = [*shlex.split(find_compiler()), "-shared", "-s", *objects, *folders, *libraries, "-o", str(partial)]
-        run(command, "linking _C_cuda.so")
+        options = ["-shared", "-x", "c", "/dev/null", "-Wl,-soname,libtorch_cuda.so"]
+        stub = [*shlex.split(find_compiler()), *options, "-o", str(stubs / "libtorch_cuda.so")]
+        run(stub, "linking a stand-in for libtorch_cuda.so")
+        # nvcc adds the static CUDA runtime, so the library asks for no CUDA library of a certain version.
+        partial = library.with_suffix(".so.partial")
+        folders = [f"-L{stubs}", f"-L{torch_path / 'lib'}"]
+        libraries = ["--no-as-needed", "-ltorch_cpu", "-ltorch_cuda", "--as-needed", "-ldl", "-s"]
+        command = [nvcc, "-shared", *(str(unit.object) for unit in units), *folders]
+        command += [option for name in libraries for option in ("-Xlinker", name)]
+        run([*command, "-o", str(partial)], f"linking _C_cuda.so ({WITHOUT_CUDA})")
         partial.replace(library)
-
-    def describe_cuda(self, toolkit: Path | None) -> dict[str, object]:
-        if not toolkit:
-            return {}
-        version = run([str(toolkit / "bin" / "nvcc"), "--version"], "asking nvcc's version").splitlines()
-        architectures = os.environ.get("TORCH_CUDA_ARCH_LIST") or CUDA_ARCHITECTURES
-        return {
-            "cuda": next((line.strip() for line in version if "release" in line), "unknown"),
-            "cuda_architectures": architectures,
-        }
 
     def copy_extensions_to_source(self) -> None:
         """Editable installs: the record and the CUDA library go where the library goes."""

@@ -36,7 +36,7 @@ def versions() -> Iterator[tuple[str, str]]:
 def backends() -> Iterator[tuple[str, dict[str, bool]]]:
     """Every operator with the backends it has a kernel for."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    cuda_built = (_library.FOLDER / "_C_cuda.so").exists()
+    cuda_loaded = torch.version.cuda is not None and (_library.FOLDER / "_C_cuda.so").exists()
     for name in _library.operator_names():
         full = f"{_library.NAMESPACE}::{name}"
         composite = has(full, "CompositeImplicitAutograd") or has(full, "CompositeExplicitAutograd")
@@ -44,7 +44,7 @@ def backends() -> Iterator[tuple[str, dict[str, bool]]]:
             name,
             {
                 "CPU": composite or has(full, "CPU"),
-                "CUDA": cuda_built and (composite or has(full, "CUDA")),
+                "CUDA": cuda_loaded and (composite or has(full, "CUDA")),
                 "fake": composite or has(full, "Meta"),
                 "gradients": has(full, "CompositeImplicitAutograd"),
             },

@@ -95,7 +95,7 @@ def run_with_gradients(function, inputs, differentiable=None, upstream=None, see
     outputs = _outputs(function(**{**inputs, **leaves}))
     if upstream is None:
         generator = torch.Generator().manual_seed(seed)
-        upstream = [torch.randn(out.shape, generator=generator, dtype=torch.float64) for out in outputs]
+        upstream = [torch.randn(out.shape, generator=generator, dtype=torch.float64, device="cpu") for out in outputs]
         upstream = [gradient.to(out) for gradient, out in zip(upstream, outputs)]
     used = [(out, gradient.to(out)) for out, gradient in zip(outputs, upstream) if out.requires_grad]
     found = [None] * len(names)

@@ -10,29 +10,34 @@ if [ ! -x "$nvcc" ]; then
 fi
 architectures=("$@")
 [ ${#architectures[@]} -gt 0 ] || architectures=(80 90 100)
-options=(-std=c++20 -O3 -Icsrc --expt-relaxed-constexpr -Xptxas -v --diag-suppress 20012,20013,20014,20015)
+options="-std=c++20 -O3 -Icsrc --expt-relaxed-constexpr -Xptxas -v --diag-suppress 20012,20013,20014,20015"
 for architecture in "${architectures[@]}"; do
-  options+=("-gencode=arch=compute_$architecture,code=sm_$architecture")
+  options+=" -gencode=arch=compute_$architecture,code=sm_$architecture"
 done
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-failed=0
-for source in ${FILES:-csrc/cuda/*.cu}; do
-  if ! "$nvcc" "${options[@]}" -c "$source" -o "$folder/object.o" 2>"$folder/log"; then
-    cat "$folder/log"
-    exit 1
+
+check() {
+  local source=$1 start=$SECONDS log
+  log="$folder/$(basename "$source")"
+  # shellcheck disable=SC2086
+  if ! "$nvcc" $options -c "$source" -o "$log.o" 2>"$log"; then
+    cat "$log"
+    return 1
   fi
-  kernels=$(grep -c "Compiling entry function" "$folder/log" || true)
-  registers=$(grep -o "Used [0-9]* registers" "$folder/log" | grep -o "[0-9]*" | sort -n | tail -1)
+  local kernels registers
+  kernels=$(grep -c "Compiling entry function" "$log" || true)
+  registers=$(grep -o "Used [0-9]* registers" "$log" | grep -o "[0-9]*" | sort -n | tail -1)
   # A kernel's name, spills and registers stand in three messages, one after the other.
   awk '/Compiling entry function/ { split($0, part, "\047"); name = part[2]; architecture = part[4] }
        /bytes spill stores/ { spill = $0 }
        /Used [0-9]+ registers/ { if (spill !~ / 0 bytes spill stores, 0 bytes spill loads/) print name, architecture ":" spill " " $0 }' \
-    "$folder/log" | c++filt >"$folder/spills"
-  echo "check_cuda: $source: $kernels kernels, at most ${registers:-0} registers, $(wc -l <"$folder/spills") with spills"
-  if [ -s "$folder/spills" ]; then
-    cat "$folder/spills"
-    failed=1
-  fi
-done
-exit $failed
+    "$log" | c++filt >"$log.spills"
+  echo "check_cuda: $source: $kernels kernels, at most ${registers:-0} registers, $(wc -l <"$log.spills") with spills, $((SECONDS - start)) s"
+  cat "$log.spills"
+  [ ! -s "$log.spills" ]
+}
+export -f check
+export nvcc options folder
+# shellcheck disable=SC2012,SC2086
+ls -S ${FILES:-csrc/cuda/*.cu} | xargs -P "${MAX_JOBS:-$(nproc)}" -I{} bash -c 'check {}' # long ones first

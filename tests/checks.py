@@ -11,6 +11,9 @@ from mamba_ops import testing
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LEVELS = ("baseline", "avx2", "avx512")
+# conftest.py lowers these for backend emulated: repetitions, and what torch.compile makes of the rest of a graph.
+REPEATS = 20
+COMPILER = "inductor"
 
 
 def equal_runs(first, second):
@@ -20,10 +23,10 @@ def equal_runs(first, second):
 
 
 def bitwise_repeatable(function, inputs):
-    """B96: the same bits 20 times over, for 1, 2 and 3 threads, under the deterministic flag."""
+    """B96: the same bits every time, for 1, 2 and 3 threads, under the deterministic flag."""
     torch.use_deterministic_algorithms(True)
     expected = testing.run_with_gradients(function, inputs)
-    for repeat in range(20):
+    for repeat in range(REPEATS):
         torch.set_num_threads(1 + repeat % 3)
         assert equal_runs(testing.run_with_gradients(function, inputs), expected)
 
@@ -58,7 +61,7 @@ def gradient_layouts(function, inputs):
 def compiles_once(function, all_inputs, differentiable=None):
     """B98: one full graph with a backward pass, and no recompilation after the first of `all_inputs`."""
     torch._dynamo.reset()
-    compiled = torch.compile(lambda **inputs: function(**inputs), fullgraph=True, dynamic=True)
+    compiled = torch.compile(lambda **i: function(**i), fullgraph=True, dynamic=True, backend=COMPILER)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for inputs in all_inputs:
             expected = testing.run_with_gradients(function, inputs, differentiable)
@@ -91,7 +94,7 @@ def functional_transforms(function, inputs, batched):
         for name, gradient, want in zip(names, found, expected):
             testing.assert_close(gradient, want, gradient=True, what=name)
     torch._dynamo.reset()
-    found = torch.compile(torch.func.grad(loss, everything), fullgraph=True)(*tensors)
+    found = torch.compile(torch.func.grad(loss, everything), fullgraph=True, backend=COMPILER)(*tensors)
     for name, gradient, want in zip(names, found, expected):
         testing.assert_close(gradient, want, gradient=True, what=f"compiled {name}")
 
@@ -131,7 +134,9 @@ def run_at_level(level, script):
 
 
 def error_text(function, inputs, text):
-    """The call fails with this text (a regular expression), on CPU and with fake tensors."""
+    """The call fails with this text (a regular expression), on the default device and with fake tensors."""
+    here = torch.get_default_device()
+    inputs = {name: value.to(here) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
     with pytest.raises(RuntimeError, match=text):
         function(**inputs)
     fake = {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}

@@ -1,8 +1,10 @@
 """Fixtures shared by all tests: backends, thread settings, the marker `slow`."""
 
-import os
 from dataclasses import dataclass
+from functools import cache
 
+import checks
+import cuda_emulator
 import pytest
 import torch
 
@@ -17,6 +19,8 @@ class Backend:
     device: str
     namespace: str
     missing: frozenset = frozenset()  # operators that have no kernel
+    many: int = 70_000  # rows or channels, beyond what some launches may hold
+    long: int = 2049  # a long sequence
 
     def op(self, name):
         if name in self.missing:
@@ -30,20 +34,6 @@ class Backend:
         return self.name
 
 
-def load_emulator():
-    """The CUDA sources compiled for the CPU, as torch.ops.mamba_emulated: registered by tests/cuda_emulator.
-
-    On request, MAMBA_OPS_TEST_EMULATED=1: it takes several times as long as the tests of the CPU kernels.
-    """
-    if os.environ.get("MAMBA_OPS_TEST_EMULATED") != "1":
-        return False
-    try:
-        from cuda_emulator import register
-    except ImportError:
-        return False
-    return register()
-
-
 def without_kernel(namespace):
     """The operators that have neither a kernel of their own nor one of their forward half."""
     names = _library.operator_names(namespace)
@@ -54,10 +44,13 @@ def without_kernel(namespace):
     return frozenset(name for name in names if not has_kernel(name) and not has_kernel(f"{name}_fwd"))
 
 
+@cache
 def available_backends():
+    """cpu; emulated: the CUDA sources compiled for the CPU (tests/cuda_emulator); cuda where there is a GPU."""
     backends = [Backend("cpu", "cpu", "mamba")]
-    if load_emulator():
-        backends.append(Backend("emulated", "cpu", "mamba_emulated", without_kernel("mamba_emulated")))
+    if cuda_emulator.load("fast"):
+        # One grid of 70,000 blocks is emulated in test_mamba_step; everywhere else fewer are as good, and much faster.
+        backends.append(Backend("emulated", "cpu", "mamba_emulated", without_kernel("mamba_emulated"), 2_000, 300))
     if torch.cuda.is_available():
         backends.append(Backend("cuda", "cuda", "mamba"))
     return backends
@@ -74,6 +67,20 @@ def pytest_collection_modifyitems(config, items):
 def pytest_generate_tests(metafunc):
     if "backend" in metafunc.fixturenames:
         metafunc.parametrize("backend", available_backends(), ids=str)
+
+
+@pytest.fixture(autouse=True)
+def settings_of_the_backend(request, monkeypatch):
+    """Tests of a backend on another device make their tensors there; the emulator is slow."""
+    backend = getattr(request.node, "callspec", None) and request.node.callspec.params.get("backend")
+    if backend and backend.name == "emulated":
+        monkeypatch.setattr(checks, "REPEATS", 3)
+        monkeypatch.setattr(checks, "COMPILER", "aot_eager")
+    if not backend or backend.device == "cpu":
+        yield
+    else:
+        with torch.device(backend.device):
+            yield
 
 
 @pytest.fixture(autouse=True)

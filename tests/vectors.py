@@ -33,7 +33,7 @@ def load(name):
     for key in stored.files:
         kind, _, of = key.partition(".")
         if kind in parts:
-            parts[kind][RENAMED.get(of, of)] = torch.from_numpy(stored[key])
+            parts[kind][RENAMED.get(of, of)] = torch.from_numpy(stored[key]).to(torch.get_default_device())
     meta = json.loads(str(stored["meta"]))
     return Vector(name, meta, {**parts["in"], **parts["x"]}, parts["out"], parts["gout"], parts["grad"])
 

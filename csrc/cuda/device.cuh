@@ -5,9 +5,11 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#include <dlfcn.h>
 #endif
 
 #include <cstdint>
+#include <initializer_list>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -45,6 +47,21 @@ void launch(const Context& context, const char* name, void (*kernel)(Parameters.
 #endif
 }
 
+// The function `name` of the first of these shared libraries that the process has loaded, else that can be found; null without one. In the
+// emulator: its own stand-in.
+template <class Function>
+Function library_function(std::initializer_list<const char*> libraries, const char* name) {
+#ifdef __CUDACC__
+  for (const int how : {RTLD_LAZY | RTLD_NOLOAD, RTLD_LAZY})
+    for (const char* library : libraries)
+      if (void* const handle = dlopen(library, how))
+        if (void* const function = dlsym(handle, name)) return reinterpret_cast<Function>(function);
+  return nullptr;
+#else
+  return reinterpret_cast<Function>(emu::library_function(name));
+#endif
+}
+
 // ---- shared memory ----
 
 // `count` uninitialised objects in the block's dynamic shared memory, of which a kernel has one array.
@@ -74,6 +91,8 @@ __device__ __forceinline__ T& static_shared() {
 
 template <class S>
 using Accumulate = std::conditional_t<std::is_same_v<S, double>, double, float>;
+template <class S>
+constexpr DType accumulate_tag = std::is_same_v<S, double> ? DType::f64 : DType::f32;
 
 __device__ __forceinline__ double to_number(double x) { return x; }
 __device__ __forceinline__ float to_number(float x) { return x; }

@@ -34,12 +34,12 @@ int threads_for(int64_t columns, int most) {
 }
 
 // The place of a thread in its team.
-template <bool block_team>
 struct Team {
+  bool block_team;
   int thread, size;  // in the team
   int64_t index, count;
 
-  __device__ __forceinline__ Team() {
+  __device__ __forceinline__ explicit Team(bool block_team) : block_team(block_team) {
     const int per_block = block_team ? 1 : blockDim.x / 32;
     thread = block_team ? threadIdx.x : threadIdx.x % 32;
     size = block_team ? blockDim.x : 32;
@@ -52,10 +52,28 @@ struct Team {
   }
 };
 
+// f(Tag<S>{}) or f(Tag<accumulation type>{}): operands of other types are converted by launches of their own (`native_rows`).
+template <class S, class F>
+__device__ __forceinline__ void for_native_type(DType dtype, F&& f) {
+  using T = Accumulate<S>;
+  if constexpr (!std::is_same_v<S, T>) {
+    if (dtype != accumulate_tag<S>) return f(Tag<S>{});
+  }
+  f(Tag<T>{});
+}
+
 // Eight columns of one operand's row.
-template <class T>
+template <class S, class T>
 __device__ __forceinline__ void load_columns(T (&out)[items], const RowView& view, int64_t row_at, int64_t column, int64_t left) {
-  load_items(out, view.data, view.dtype, row_at + column * view.column, view.column, left);
+  for_native_type<S>(view.dtype, [&](auto tag) {
+    load_items(out, static_cast<const typename decltype(tag)::type*>(view.data) + row_at + column * view.column, view.column, 0, left);
+  });
+}
+template <class S, class T>
+__device__ __forceinline__ void store_columns(const RowView& view, const T (&in)[items], int64_t row_at, int64_t column, int64_t left) {
+  for_native_type<S>(view.dtype, [&](auto tag) {
+    store_items(static_cast<typename decltype(tag)::type*>(view.data) + row_at + column * view.column, in, view.column, 0, left);
+  });
 }
 template <class S, class T>
 __device__ __forceinline__ void load_columns_as(T (&out)[items], const RowView& view, int64_t row_at, int64_t column, int64_t left) {
@@ -65,10 +83,12 @@ template <class S, class T>
 __device__ __forceinline__ void store_columns_as(const RowView& view, const T (&in)[items], int64_t row_at, int64_t column, int64_t left) {
   store_items(static_cast<S*>(view.data) + row_at + column * view.column, in, view.column, 0, left);
 }
-template <class T>
+template <class S, class T>
 __device__ __forceinline__ void load_parameter(T (&out)[items], const View<1>& view, int64_t column, int64_t left, T absent) {
   if (view) {
-    load_items(out, view.data, view.dtype, column * view.stride[0], view.stride[0], left);
+    for_native_type<S>(view.dtype, [&](auto tag) {
+      load_items(out, static_cast<const typename decltype(tag)::type*>(view.data) + column * view.stride[0], view.stride[0], 0, left);
+    });
   } else {
 #pragma unroll
     for (int i = 0; i < items; ++i) out[i] = absent;
@@ -81,13 +101,10 @@ __device__ __forceinline__ void forward_values(T (&v)[items], const RmsNormFwd& 
   load_columns_as<S>(v, p.x, row_offset(p.rows, p.x, row), column, left);
   if (p.residual) {
     T residual[items];
-    load_columns(residual, p.residual, row_offset(p.rows, p.residual, row), column, left);
+    load_columns<S>(residual, p.residual, row_offset(p.rows, p.residual, row), column, left);
 #pragma unroll
     for (int i = 0; i < items; ++i) v[i] += residual[i];
-    if (write) {
-      const int64_t at = row_offset(p.rows, p.residual_out, row) + column * p.residual_out.column;
-      store_items(p.residual_out.data, p.residual_out.dtype, at, v, p.residual_out.column, left);
-    }
+    if (write) store_columns<S>(p.residual_out, v, row_offset(p.rows, p.residual_out, row), column, left);
   }
   if (p.z && !p.norm_before_gate) {
     T z[items];
@@ -97,10 +114,10 @@ __device__ __forceinline__ void forward_values(T (&v)[items], const RmsNormFwd& 
   }
 }
 
-template <class S, bool block_team>
-__global__ void __launch_bounds__(block_team ? forward_threads : 32 * teams_per_block) forward_kernel(const RmsNormFwd p) {
+template <class S>
+__global__ void __launch_bounds__(forward_threads, 1) forward_kernel(const RmsNormFwd p, bool block_team) {
   using T = Accumulate<S>;
-  const Team<block_team> team;
+  const Team team(block_team);
   const int64_t n = p.group_size, groups = p.dim / n, segments = p.rows.count * groups, step = int64_t(team.size) * items;
   // Teams of one block run the same number of rounds, for the barriers in a block's sum.
   for (int64_t segment = team.index; segment < segments; segment += team.count) {
@@ -128,8 +145,8 @@ __global__ void __launch_bounds__(block_team ? forward_threads : 32 * teams_per_
         forward_values<S>(v, p, row, column, left, false);
       }
       T weight[items], bias[items];
-      load_parameter(weight, p.weight, column, left, T(1));
-      load_parameter(bias, p.bias, column, left, T(0));
+      load_parameter<S>(weight, p.weight, column, left, T(1));
+      load_parameter<S>(bias, p.bias, column, left, T(0));
 #pragma unroll
       for (int i = 0; i < items; ++i) v[i] = v[i] * scale * weight[i] + bias[i];
       if (p.z && p.norm_before_gate) {
@@ -158,7 +175,7 @@ __device__ __forceinline__ void backward_values(Columns<T>& c, const RmsNormBwd&
   load_columns_as<S>(c.s, p.x, row_offset(p.rows, p.x, row), column, left);
   if (p.residual) {
     T residual[items];
-    load_columns(residual, p.residual, row_offset(p.rows, p.residual, row), column, left);
+    load_columns<S>(residual, p.residual, row_offset(p.rows, p.residual, row), column, left);
 #pragma unroll
     for (int i = 0; i < items; ++i) c.s[i] += residual[i];
   }
@@ -177,13 +194,13 @@ __device__ __forceinline__ void backward_values(Columns<T>& c, const RmsNormBwd&
   }
   const bool gate_first = p.z && !p.norm_before_gate, gate_last = p.z && p.norm_before_gate;
   T weight[items];
-  load_parameter(weight, p.weight, column, left, T(1));
+  load_parameter<S>(weight, p.weight, column, left, T(1));
 #pragma unroll
   for (int i = 0; i < items; ++i) c.normed[i] = (gate_first ? c.s[i] * c.gate[i] : c.s[i]) * scale;
   if (gate_last) {
     if (write) {
       T bias[items], dz[items];
-      load_parameter(bias, p.bias, column, left, T(0));
+      load_parameter<S>(bias, p.bias, column, left, T(0));
 #pragma unroll
       for (int i = 0; i < items; ++i) dz[i] = c.g[i] * (c.normed[i] * weight[i] + bias[i]) * c.slope[i];
       store_columns_as<S>(p.dz, dz, row_offset(p.rows, p.dz, row), column, left);
@@ -213,15 +230,12 @@ __device__ __forceinline__ void backward_store(const Columns<T>& c, const RmsNor
   }
   if (p.dresidual_out) {
     T more[items];
-    load_columns(more, p.dresidual_out, row_offset(p.rows, p.dresidual_out, row), column, left);
+    load_columns<S>(more, p.dresidual_out, row_offset(p.rows, p.dresidual_out, row), column, left);
 #pragma unroll
     for (int i = 0; i < items; ++i) ds[i] += more[i];
   }
   store_columns_as<S>(p.dx, ds, row_offset(p.rows, p.dx, row), column, left);
-  if (p.dresidual) {
-    const int64_t at = row_offset(p.rows, p.dresidual, row) + column * p.dresidual.column;
-    store_items(p.dresidual.data, p.dresidual.dtype, at, ds, p.dresidual.column, left);
-  }
+  if (p.dresidual) store_columns<S>(p.dresidual, ds, row_offset(p.rows, p.dresidual, row), column, left);
 }
 
 // Adds to eight columns of a strip's partial sums; a thread owns its columns.
@@ -235,11 +249,11 @@ __device__ __forceinline__ void add_to_strip(T* partial, const T (&value)[items]
 }
 
 // `partial` holds, for every strip, dim sums of dweight and then dim of dbias.
-template <class S, bool block_team>
-__global__ void __launch_bounds__(block_team ? backward_threads : 32 * teams_per_block)
-    backward_kernel(const RmsNormBwd p, Accumulate<S>* partial, int64_t strips) {
+template <class S>
+__global__ void __launch_bounds__(backward_threads, 1)
+    backward_kernel(const RmsNormBwd p, bool block_team, Accumulate<S>* partial, int64_t strips) {
   using T = Accumulate<S>;
-  const Team<block_team> team;
+  const Team team(block_team);
   const int64_t n = p.group_size, groups = p.dim / n, step = int64_t(team.size) * items;
   const int64_t per_strip = (p.rows.count + strips - 1) / strips;
   for (int64_t task = team.index; task < strips * groups; task += team.count) {
@@ -325,40 +339,94 @@ __global__ void __launch_bounds__(sum_columns* sum_rows) finish_kernel(const Rms
 // Enough blocks to fill any chip several times over; longer work lists go round.
 constexpr int64_t most_blocks = 1 << 16;
 
+// ---- operands of foreign types ----
+
+__global__ void __launch_bounds__(sum_columns* sum_rows)
+    convert_kernel(const RowLayout rows, int64_t columns, const RowView from, const RowView to) {
+  const int64_t index = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (index >= rows.count * columns) return;
+  const int64_t row = index / columns, column = index % columns;
+  const double value = load_number<double>(from.data, from.dtype, row_offset(rows, from, row) + column * from.column);
+  store_number(to.data, to.dtype, row_offset(rows, to, row) + column * to.column, value);
+}
+
+void convert(const RowLayout& rows, int64_t columns, const RowView& from, const RowView& to, const Context& context) {
+  constexpr int threads = sum_columns * sum_rows;
+  launch(context, "rms_norm_convert", convert_kernel, (rows.count * columns + threads - 1) / threads, threads, 0, rows, columns, from, to);
+}
+
+// The view itself where the kernels take its type, else one of scratch memory (not filled).
+template <class S>
+RowView native_rows(const RowLayout& rows, int64_t columns, const RowView& view, DType own, const Context& context) {
+  if (!view || view.dtype == own || view.dtype == accumulate_tag<S>) return view;
+  RowView native;
+  native.dtype = accumulate_tag<S>;
+  native.data = context.scratch<Accumulate<S>>(rows.count * columns);
+  native.column = 1;
+  int64_t stride = columns;
+  for (int axis = rows.axes - 1; axis >= 0; --axis) {
+    native.stride[axis] = stride;
+    stride *= rows.size[axis];
+  }
+  return native;
+}
+template <class S>
+RowView native_input(const RowLayout& rows, int64_t columns, const RowView& view, DType own, const Context& context) {
+  const RowView native = native_rows<S>(rows, columns, view, own, context);
+  if (native.data != view.data) convert(rows, columns, view, native, context);
+  return native;
+}
+template <class S>
+View<1> native_parameter(const View<1>& view, int64_t columns, DType own, const Context& context) {
+  RowView row;
+  row.data = view.data;
+  row.dtype = view.dtype;
+  row.column = view.stride[0];
+  row = native_input<S>({1}, columns, row, own, context);
+  return {row.data, row.dtype, {row.column}};
+}
+
 }  // namespace
 
 void rms_norm_fwd(const RmsNormFwd& p, const Context& context) {
   if (p.dim == 0) return;
-  const int threads = threads_for(p.group_size, forward_threads);
-  const int64_t segments = p.rows.count * (p.dim / p.group_size);
+  const bool block_team = p.group_size > warp_columns;
+  const int64_t segments = p.rows.count * (p.dim / p.group_size), teams = block_team ? 1 : teams_per_block;
   dispatch_floating(p.x.dtype, [&](auto tag) {
     using S = typename decltype(tag)::type;
-    if (p.group_size <= warp_columns)
-      launch(context, "rms_norm_fwd", forward_kernel<S, false>, smaller((segments + teams_per_block - 1) / teams_per_block, most_blocks),
-             threads, 0, p);
-    else
-      launch(context, "rms_norm_fwd", forward_kernel<S, true>, smaller(segments, most_blocks), threads, 0, p);
+    RmsNormFwd native = p;
+    native.residual = native_input<S>(p.rows, p.dim, p.residual, p.x.dtype, context);
+    native.residual_out = native_rows<S>(p.rows, p.dim, p.residual_out, p.x.dtype, context);
+    native.weight = native_parameter<S>(p.weight, p.dim, p.x.dtype, context);
+    native.bias = native_parameter<S>(p.bias, p.dim, p.x.dtype, context);
+    launch(context, "rms_norm_fwd", forward_kernel<S>, smaller((segments + teams - 1) / teams, most_blocks),
+           threads_for(p.group_size, forward_threads), 0, native, block_team);
+    if (native.residual_out.data != p.residual_out.data) convert(p.rows, p.dim, native.residual_out, p.residual_out, context);
   });
 }
 
 void rms_norm_bwd(const RmsNormBwd& p, const Context& context) {
   if (p.dim == 0) return;
-  const int threads = threads_for(p.group_size, backward_threads);
   const bool block_team = p.group_size > warp_columns;
   const int64_t per_strip = larger(block_team ? 16 : 32, (p.rows.count + max_strips - 1) / max_strips);
   const int64_t strips = (p.rows.count + per_strip - 1) / per_strip, tasks = strips * (p.dim / p.group_size);
+  const int64_t teams = block_team ? 1 : teams_per_block;
   dispatch_floating(p.x.dtype, [&](auto tag) {
     using S = typename decltype(tag)::type;
     using T = Accumulate<S>;
+    RmsNormBwd native = p;
+    native.residual = native_input<S>(p.rows, p.dim, p.residual, p.x.dtype, context);
+    native.dresidual_out = native_input<S>(p.rows, p.dim, p.dresidual_out, p.x.dtype, context);
+    native.dresidual = native_rows<S>(p.rows, p.dim, p.dresidual, p.x.dtype, context);
+    native.weight = native_parameter<S>(p.weight, p.dim, p.x.dtype, context);
+    native.bias = native_parameter<S>(p.bias, p.dim, p.x.dtype, context);
     T* partial = context.scratch<T>(strips * 2 * p.dim);
-    if (block_team)
-      launch(context, "rms_norm_bwd", backward_kernel<S, true>, smaller(tasks, most_blocks), threads, 0, p, partial, strips);
-    else
-      launch(context, "rms_norm_bwd", backward_kernel<S, false>, smaller((tasks + teams_per_block - 1) / teams_per_block, most_blocks),
-             threads, 0, p, partial, strips);
+    launch(context, "rms_norm_bwd", backward_kernel<S>, smaller((tasks + teams - 1) / teams, most_blocks),
+           threads_for(p.group_size, backward_threads), 0, native, block_team, partial, strips);
     if (p.dweight || p.dbias)
       launch(context, "rms_norm_bwd_sum", finish_kernel<T>, (p.dim + sum_columns - 1) / sum_columns, sum_columns * sum_rows, 0, p,
              static_cast<const T*>(partial), strips);
+    if (native.dresidual.data != p.dresidual.data) convert(p.rows, p.dim, native.dresidual, p.dresidual, context);
   });
 }
 

@@ -29,14 +29,10 @@ struct ForwardTile {
 // summary: only what maps the states that enter the split to those that leave it. Otherwise outputs, starting from s.entering (with one
 // split: nothing enters). `carry` holds the states between tiles where they are done in pieces.
 template <class S, bool summary>
-__global__ void __launch_bounds__(scan_threads)
+__global__ void __launch_bounds__(scan_threads, sizeof(Accumulate<S>) == 8 ? 2 : 4)
     forward_kernel(const SelectiveScanFwd p, const ScanPlan plan, const ScanSplits<Accumulate<S>> s, Accumulate<S>* carry) {
   using T = Accumulate<S>;
-  struct Shared {
-    ScanSegments segments;
-    ScanParameters<T> parameters;
-  };
-  auto& shared = static_shared<Shared>();
+  auto& shared = static_shared<ScanShared<T>>();
   ScanSegments& segments = shared.segments;
   const ForwardTile<T> tile(plan);
   const ScanPlace at(p, plan);
@@ -50,13 +46,19 @@ __global__ void __launch_bounds__(scan_threads)
   for (int64_t begin = at.begin; begin < at.end; begin += plan.tile) {
     const int rows = int(smaller(plan.tile, at.end - begin));
     fill_segments(segments, p, at.b, begin, rows);
-    each_element(p.u, rows, at.count, [&](int t, int slot) {
-      const int64_t channel = at.first_channel + slot;
-      const T u = to_number(*p.u.template at<S>(at.b, channel, begin + t));
-      const T delta = load_delta<S>(p, at.b, channel, begin + t, shared.parameters.delta_bias[slot]);
-      tile.delta[t * tile.pitch + slot] = delta;
-      tile.delta_u[t * tile.pitch + slot] = delta * u;
-      if (!summary) tile.y[t * tile.pitch + slot] = shared.parameters.D[slot] * u;
+    each_pack<S>(p.u, rows, at.count, [&](const ScanPack& pack) {
+      T u[Pack<S>::size], delta[Pack<S>::size];
+      pack.load<S>(u, p.u, at, begin, pack.count);
+      pack.load<S>(delta, p.delta, at, begin, pack.count);
+#pragma unroll
+      for (int i = 0; i < Pack<S>::size; ++i) {
+        if (i >= pack.count) break;
+        const int slot = pack.channel(i), to = pack.at(i, tile.pitch);
+        const T step = step_size(p, delta[i], shared.parameters.delta_bias[slot]);
+        tile.delta[to] = step;
+        tile.delta_u[to] = step * u[i];
+        if (!summary) tile.y[to] = shared.parameters.D[slot] * u[i];
+      }
     });
     __syncthreads();
     const int valid = segments.valid;
@@ -112,49 +114,32 @@ __global__ void __launch_bounds__(scan_threads)
       __syncthreads();
     }
     if constexpr (!summary) {
-      each_element(p.out, rows, at.count, [&](int t, int slot) {
-        const int64_t channel = at.first_channel + slot;
-        T out = 0;
-        if (t < valid) {
-          out = tile.y[t * tile.pitch + slot];
-          if (p.z) out *= silu(T(to_number(*p.z.template at<S>(at.b, channel, begin + t))));
+      each_pack<S>(p.out, rows, at.count, [&](const ScanPack& pack) {
+        T out[Pack<S>::size], z[Pack<S>::size];
+        const int there = pack.before(valid);
+        if (p.z) pack.load<S>(z, p.z, at, begin, there);
+#pragma unroll
+        for (int i = 0; i < Pack<S>::size; ++i) {
+          out[i] = i < there ? tile.y[pack.at(i, tile.pitch)] : T(0);
+          if (p.z && i < there) out[i] *= silu(z[i]);
         }
-        round_to(*p.out.template at<S>(at.b, channel, begin + t), out);
+        pack.store<S>(p.out, out, at, begin);
       });
       __syncthreads();
     }
   }
-  if constexpr (summary) {
-    for (int64_t part = 0; part < plan.pieces && at.inside; ++part) {
-      const int64_t n = part * plan.piece + at.lane * scan_held;
-      if (n >= p.dstate) continue;
-      if (plan.pieces > 1) {
-        load_A(A, p, at.channel, n);
-        load_items(h, carry + saved + n, 1, 0, p.dstate - n);
-      }
-      // decay_sum of the piece that the lane saw: lanes without states in the first piece have none in later ones
-      T decay[scan_held];
-#pragma unroll
-      for (int i = 0; i < scan_held; ++i) decay[i] = reset ? T(0) : exp2_of(decay_sum * A[i]);
-      store_items(s.decay + saved + n, decay, 1, 0, p.dstate - n);
-      store_items(s.local + saved + n, h, 1, 0, p.dstate - n);
-    }
-  }
+  if constexpr (summary) store_summary(p, plan, at, s, carry, h, A, decay_sum, reset);
 }
 
 template <class S>
 void forward(const SelectiveScanFwd& p, const Context& context) {
   using T = Accumulate<S>;
   const ScanPlan plan(p);
-  const int64_t numbers = p.batch * plan.splits * p.dim * p.dstate, bytes = ForwardTile<T>::numbers(plan) * int64_t(sizeof(T));
-  ScanSplits<T> s{};
-  T* carry = plan.pieces > 1 ? context.scratch<T>(numbers) : nullptr;
-  if (plan.splits > 1 && p.dstate > 0) {
-    s = {context.scratch<T>(numbers), context.scratch<T>(numbers), context.scratch<T>(numbers)};
+  const int64_t bytes = ForwardTile<T>::numbers(plan) * int64_t(sizeof(T));
+  T* const carry = carry_scratch<T>(p, plan, context);
+  const auto s = enter_splits<T>(p, plan, "selective_scan_fwd_combine", false, context, [&](const ScanSplits<T>& s) {
     launch(context, "selective_scan_fwd_summary", forward_kernel<S, true>, plan.blocks(p), scan_threads, bytes, p, plan, s, carry);
-    launch(context, "selective_scan_fwd_combine", combine_splits_kernel<T>, scan_blocks_for(p.batch * p.dim * p.dstate), scan_threads, 0, p,
-           plan, s, false);
-  }
+  });
   launch(context, "selective_scan_fwd", forward_kernel<S, false>, plan.blocks(p), scan_threads, bytes, p, plan, s, carry);
 }
 

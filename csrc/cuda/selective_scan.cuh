@@ -167,13 +167,38 @@ __device__ __forceinline__ void load_constant(States<T>& out, const SelectiveSca
   load_items(out, view.data, view.dtype, view.offset(0, channel, n, 0), view.stride[2], p.dstate - n);
 }
 
-// f(t, slot) for every element of a tile, lanes along the axis that lies contiguously in memory. A block's threads share the elements.
-template <class F>
-__device__ __forceinline__ void each_element(const View<3>& view, int rows, int count, F&& f) {
-  const bool channel_fastest = view.stride[1] == 1;
-  for (int i = threadIdx.x; i < rows * count; i += scan_threads) {
-    const int inner = channel_fastest ? count : rows;
-    f(channel_fastest ? i / inner : i % inner, channel_fastest ? i % inner : i / inner);
+// Up to Pack<S>::size neighbouring elements of a tile, from (t, slot) on, along the axis that lies contiguously in memory.
+struct ScanPack {
+  int t, slot, count;
+  bool along_channels;
+
+  __device__ __forceinline__ int time(int i) const { return along_channels ? t : t + i; }
+  __device__ __forceinline__ int channel(int i) const { return along_channels ? slot + i : slot; }
+  __device__ __forceinline__ int at(int i, int pitch) const { return time(i) * pitch + channel(i); }  // in a tile
+  // How many of the elements lie before time `valid`.
+  __device__ __forceinline__ int before(int valid) const {
+    return along_channels ? (t < valid ? count : 0) : valid - t < count ? valid - t : count;
+  }
+  template <class S, int N, class T>
+  __device__ __forceinline__ void load(T (&out)[N], const View<3>& view, const ScanPlace& place, int64_t begin, int high) const {
+    load_items(out, view.template at<S>(place.b, place.first_channel + slot, begin + t), view.stride[along_channels ? 1 : 2], 0, high);
+  }
+  template <class S, int N, class T>
+  __device__ __forceinline__ void store(const View<3>& view, const T (&in)[N], const ScanPlace& place, int64_t begin) const {
+    store_items(view.template at<S>(place.b, place.first_channel + slot, begin + t), in, view.stride[along_channels ? 1 : 2], 0, count);
+  }
+};
+
+// f(pack) for a tile of `rows` times and the block's channels, which the threads share. The odd pitch of a tile spreads a warp over the
+// banks.
+template <class S, class F>
+__device__ __forceinline__ void each_pack(const View<3>& view, int rows, int count, F&& f) {
+  constexpr int size = Pack<S>::size;
+  const bool along_channels = view.stride[1] == 1;
+  const int inner = along_channels ? count : rows, outer = along_channels ? rows : count, packs = (inner + size - 1) / size;
+  for (int i = threadIdx.x; i < outer * packs; i += scan_threads) {
+    const int o = i / packs, first = i % packs * size, left = inner - first;
+    f(ScanPack{along_channels ? o : first, along_channels ? first : o, left < size ? left : size, along_channels});
   }
 }
 
@@ -181,17 +206,24 @@ __device__ __forceinline__ void each_element(const View<3>& view, int rows, int 
 template <class S, class T>
 __device__ __forceinline__ void load_projection(T* to, const View<4>& view, int64_t b, int64_t group, int64_t begin, int rows, int valid,
                                                 int64_t n0, int piece, int64_t dstate) {
-  const bool time_fastest = view.stride[3] == 1;
-  for (int i = threadIdx.x; i < rows * piece; i += scan_threads) {
-    const int t = time_fastest ? i % rows : i / piece, n = time_fastest ? i / rows : i % piece;
-    to[t * piece + n] = t < valid && n0 + n < dstate ? T(to_number(*view.template at<S>(b, group, n0 + n, begin + t))) : T(0);
+  constexpr int size = Pack<S>::size;
+  const bool along_time = view.stride[3] == 1;
+  const int inner = along_time ? rows : piece, outer = along_time ? piece : rows, packs = (inner + size - 1) / size;
+  const int there = along_time ? valid : int(smaller(piece, dstate - n0)), others = along_time ? int(smaller(piece, dstate - n0)) : valid;
+  for (int i = threadIdx.x; i < outer * packs; i += scan_threads) {
+    const int o = i / packs, first = i % packs * size, t = along_time ? first : o, n = along_time ? o : first;
+    T items[size];
+    load_items(items, view.template at<S>(b, group, n0 + n, begin + t), view.stride[along_time ? 3 : 2], 0, o < others ? there - first : 0);
+#pragma unroll
+    for (int k = 0; k < size; ++k)
+      if (first + k < inner) to[along_time ? (t + k) * piece + n : t * piece + n + k] = items[k];
   }
 }
 
 // delta after bias and softplus.
-template <class S, class T>
-__device__ __forceinline__ T load_delta(const SelectiveScanInputs& p, int64_t b, int64_t channel, int64_t t, T bias) {
-  const T e = T(to_number(*p.delta.template at<S>(b, channel, t))) + bias;
+template <class T>
+__device__ __forceinline__ T step_size(const SelectiveScanInputs& p, T delta, T bias) {
+  const T e = delta + bias;
   return p.delta_softplus ? softplus(e) : e;
 }
 
@@ -208,6 +240,13 @@ struct ScanParameters {
   }
 };
 
+// What every kernel of the scan has in static shared memory.
+template <class T>
+struct ScanShared {
+  ScanSegments segments;
+  ScanParameters<T> parameters;
+};
+
 // ---- combining splits ----
 
 // Per (batch, split, channel, state): how a split maps what enters it to what leaves it: decay * entering + local. `entering` may be the
@@ -219,6 +258,29 @@ struct ScanSplits {
 
 MAMBA_INLINE int64_t split_offset(const SelectiveScanInputs& p, const ScanPlan& plan, int64_t b, int64_t split, int64_t channel) {
   return ((b * plan.splits + split) * p.dim + channel) * p.dstate;
+}
+
+// What a pass without outputs found: the states that leave the split (in `state`, or in `carry` where they are done in pieces), and the
+// decay from the sum of the step sizes; 0 where a segment starts within the split (`reset`).
+template <class T>
+__device__ __forceinline__ void store_summary(const SelectiveScanInputs& p, const ScanPlan& plan, const ScanPlace& at,
+                                              const ScanSplits<T>& s, const T* carry, States<T>& state, States<T>& A, T decay_sum,
+                                              bool reset) {
+  const int64_t saved = split_offset(p, plan, at.b, at.split, at.channel);
+  for (int64_t part = 0; part < plan.pieces && at.inside; ++part) {
+    const int64_t n = part * plan.piece + at.lane * scan_held;
+    if (n >= p.dstate) continue;
+    if (plan.pieces > 1) {
+      load_A(A, p, at.channel, n);
+      load_items(state, carry + saved + n, 1, 0, p.dstate - n);
+    }
+    // decay_sum of the piece that the lane saw: lanes without states in the first piece have none in later ones
+    T decay[scan_held];
+#pragma unroll
+    for (int i = 0; i < scan_held; ++i) decay[i] = reset ? T(0) : exp2_of(decay_sum * A[i]);
+    store_items(s.decay + saved + n, decay, 1, 0, p.dstate - n);
+    store_items(s.local + saved + n, state, 1, 0, p.dstate - n);
+  }
 }
 
 // One thread a state: walks over the splits, forwards in time or backwards. Nothing enters the first.
@@ -237,6 +299,24 @@ __global__ void __launch_bounds__(scan_threads)
 }
 
 inline int64_t scan_blocks_for(int64_t count) { return (count + scan_threads - 1) / scan_threads; }
+
+// Scratch for the states between tiles, null where they stay in registers.
+template <class T>
+T* carry_scratch(const SelectiveScanInputs& p, const ScanPlan& plan, const Context& context) {
+  return plan.pieces > 1 ? context.scratch<T>(p.batch * plan.splits * p.dim * p.dstate) : nullptr;
+}
+
+// What enters each split, where there are several: summary(s) launches the pass that finds decay and local state.
+template <class T, class F>
+ScanSplits<T> enter_splits(const SelectiveScanInputs& p, const ScanPlan& plan, const char* name, bool backwards, const Context& context,
+                           F&& summary) {
+  if (plan.splits <= 1 || p.dstate == 0) return {};
+  const int64_t numbers = p.batch * plan.splits * p.dim * p.dstate;
+  const ScanSplits<T> s{context.scratch<T>(numbers), context.scratch<T>(numbers), context.scratch<T>(numbers)};
+  summary(s);
+  launch(context, name, combine_splits_kernel<T>, scan_blocks_for(p.batch * p.dim * p.dstate), scan_threads, 0, p, plan, s, backwards);
+  return s;
+}
 
 // ---- states of any dtype and strides ----
 
@@ -267,7 +347,7 @@ template <class T>
 View<3> as_dense(const SelectiveScanInputs& p, const View<3>& view, const Context& context) {
   View<3> dense;
   if (!view) return dense;
-  dense.dtype = sizeof(T) == 8 ? DType::f64 : DType::f32;
+  dense.dtype = accumulate_tag<T>;
   dense.stride[0] = p.dim * p.dstate;
   dense.stride[1] = p.dstate;
   dense.stride[2] = 1;

@@ -21,11 +21,7 @@ template <class S>
 __global__ void __launch_bounds__(scan_threads, sizeof(Accumulate<S>) == 8 ? 2 : 4)
     summary_kernel(const SelectiveScanBwd p, const ScanPlan plan, const ScanSplits<Accumulate<S>> s, Accumulate<S>* carry) {
   using T = Accumulate<S>;
-  struct Shared {
-    ScanSegments segments;
-    ScanParameters<T> parameters;
-  };
-  auto& shared = static_shared<Shared>();
+  auto& shared = static_shared<ScanShared<T>>();
   ScanSegments& segments = shared.segments;
   const BackwardTile<T> tile(plan);
   const ScanPlace at(p, plan);
@@ -74,19 +70,49 @@ __global__ void __launch_bounds__(scan_threads, sizeof(Accumulate<S>) == 8 ? 2 :
       __syncthreads();
     }
   }
-  for (int64_t part = 0; part < plan.pieces && at.inside; ++part) {
-    const int64_t n = part * plan.piece + at.lane * scan_held;
-    if (n >= p.dstate) continue;
-    if (plan.pieces > 1) {
-      load_A(A, p, at.channel, n);
-      load_items(g, carry + saved + n, 1, 0, p.dstate - n);
-    }
-    T decay[scan_held];
+  store_summary(p, plan, at, s, carry, g, A, decay_sum, reset);
+}
+
+// du, ddelta and dz of one pack; leaves ddelta in the tile for the sum over time.
+template <class S, class T>
+__device__ __forceinline__ void store_tile(const BackwardTile<T>& tile, const SelectiveScanBwd& p, const ScanPlace& at,
+                                           const ScanParameters<T>& parameters, int64_t begin, int valid, const ScanPack& pack) {
+  constexpr int size = Pack<S>::size;
+  T du[size] = {}, ddelta[size] = {};
+  const int there = pack.before(valid);
 #pragma unroll
-    for (int i = 0; i < scan_held; ++i) decay[i] = reset ? T(0) : exp2_of(decay_sum * A[i]);
-    store_items(s.decay + saved + n, decay, 1, 0, p.dstate - n);
-    store_items(s.local + saved + n, g, 1, 0, p.dstate - n);
+  for (int i = 0; i < size; ++i) {
+    if (i >= there) break;
+    const int from = pack.at(i, tile.pitch);
+    du[i] = parameters.D[pack.channel(i)] * tile.gy[from] + tile.delta[from] * tile.lambda_B[from];
+    ddelta[i] = tile.u[from] * tile.lambda_B[from] + tile.lambda_Aw[from];
   }
+  if (p.delta_softplus) {
+    T delta[size];
+    pack.load<S>(delta, p.delta, at, begin, there);
+#pragma unroll
+    for (int i = 0; i < size; ++i)
+      if (i < there) ddelta[i] *= softplus_slope(delta[i] + parameters.delta_bias[pack.channel(i)]);
+  }
+  pack.store<S>(p.du, du, at, begin);
+  pack.store<S>(p.ddelta, ddelta, at, begin);
+  if (p.z) {
+    T z[size], dz[size] = {};
+    if (p.dout) {
+      pack.load<S>(dz, p.dout, at, begin, there);
+      pack.load<S>(z, p.z, at, begin, there);
+    }
+#pragma unroll
+    for (int i = 0; i < size; ++i) {
+      if (i >= there || !p.dout) break;
+      const int from = pack.at(i, tile.pitch);
+      dz[i] *= (tile.y[from] + parameters.D[pack.channel(i)] * tile.u[from]) * silu_with_slope(z[i]).slope;
+    }
+    pack.store<S>(p.dz, dz, at, begin);
+  }
+#pragma unroll
+  for (int i = 0; i < size; ++i)
+    if (i < pack.count) tile.lambda_Aw[pack.at(i, tile.pitch)] = ddelta[i];
 }
 
 // Adds the warps' sums of a chunk and writes them to the block's partial sums of dB and dC.
@@ -135,9 +161,7 @@ __global__ void __launch_bounds__(scan_threads, 2)
     backward_kernel(const SelectiveScanBwd p, const ScanPlan plan, const ScanSplits<Accumulate<S>> s, Accumulate<S>* carry,
                     const Partial<Accumulate<S>> partial) {
   using T = Accumulate<S>;
-  struct Shared {
-    ScanSegments segments;
-    ScanParameters<T> parameters;
+  struct Shared : ScanShared<T> {
     T dD[scan_threads], ddelta_bias[scan_threads];  // of the block's channels
   };
   auto& shared = static_shared<Shared>();
@@ -178,25 +202,7 @@ __global__ void __launch_bounds__(scan_threads, 2)
       if (live && (plan.pieces > 1 || number == 0)) store_held(held, p, plan, at, sums, carry, n);
       __syncthreads();
     }
-    each_element(p.du, rows, at.count, [&](int t, int slot) {
-      const int64_t channel = at.first_channel + slot;
-      const int i = t * tile.pitch + slot;
-      T du = 0, ddelta = 0, dz = 0;
-      if (t < valid) {
-        const T D = shared.parameters.D[slot], u = tile.u[i];
-        du = D * tile.gy[i] + tile.delta[i] * tile.lambda_B[i];
-        ddelta = u * tile.lambda_B[i] + tile.lambda_Aw[i];
-        if (p.delta_softplus)
-          ddelta *= softplus_slope(T(to_number(*p.delta.template at<S>(at.b, channel, begin + t))) + shared.parameters.delta_bias[slot]);
-        if (p.z && p.dout)
-          dz = T(to_number(*p.dout.template at<S>(at.b, channel, begin + t))) * (tile.y[i] + D * u) *
-               silu_with_slope(T(to_number(*p.z.template at<S>(at.b, channel, begin + t)))).slope;
-      }
-      round_to(*p.du.template at<S>(at.b, channel, begin + t), du);
-      round_to(*p.ddelta.template at<S>(at.b, channel, begin + t), ddelta);
-      if (p.z) round_to(*p.dz.template at<S>(at.b, channel, begin + t), dz);
-      tile.lambda_Aw[i] = ddelta;
-    });
+    each_pack<S>(p.du, rows, at.count, [&](const ScanPack& pack) { store_tile<S>(tile, p, at, shared.parameters, begin, valid, pack); });
     __syncthreads();
     if (int(threadIdx.x) < at.count) {  // one thread a channel, backwards in time as everything here
       T dD = shared.dD[threadIdx.x], ddelta_bias = shared.ddelta_bias[threadIdx.x];
@@ -260,18 +266,14 @@ template <class S>
 void backward(const SelectiveScanBwd& p, const Context& context) {
   using T = Accumulate<S>;
   const ScanPlan plan(p);
-  const int64_t numbers = p.batch * plan.splits * p.dim * p.dstate, bytes = BackwardTile<T>::numbers(plan) * int64_t(sizeof(T));
+  const int64_t bytes = BackwardTile<T>::numbers(plan) * int64_t(sizeof(T));
   const bool varies = p.B_varies || p.C_varies;
   const Partial<T> partial{context.scratch<T>(p.batch * plan.splits * channel_sums_size(p)),
                            varies ? context.scratch<T>(p.batch * plan.channel_blocks * p.seqlen * 2 * p.dstate) : nullptr};
-  ScanSplits<T> s{};
-  T* carry = plan.pieces > 1 ? context.scratch<T>(numbers) : nullptr;
-  if (plan.splits > 1 && p.dstate > 0) {
-    s = {context.scratch<T>(numbers), context.scratch<T>(numbers), context.scratch<T>(numbers)};
+  T* const carry = carry_scratch<T>(p, plan, context);
+  const auto s = enter_splits<T>(p, plan, "selective_scan_bwd_combine", true, context, [&](const ScanSplits<T>& s) {
     launch(context, "selective_scan_bwd_summary", summary_kernel<S>, plan.blocks(p), scan_threads, bytes, p, plan, s, carry);
-    launch(context, "selective_scan_bwd_combine", combine_splits_kernel<T>, scan_blocks_for(p.batch * p.dim * p.dstate), scan_threads, 0, p,
-           plan, s, true);
-  }
+  });
   launch(context, "selective_scan_bwd", backward_kernel<S>, plan.blocks(p), scan_threads, bytes, p, plan, s, carry, partial);
   launch(context, "selective_scan_bwd_channel_sums", channel_sums_kernel<T>, scan_blocks_for(channel_sums_size(p)), scan_threads, 0, p,
          partial, p.batch * plan.splits);

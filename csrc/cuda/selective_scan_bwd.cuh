@@ -41,22 +41,27 @@ struct BackwardTile {
 template <class S, class T>
 __device__ __forceinline__ void load_tile(const BackwardTile<T>& tile, const SelectiveScanBwd& p, const ScanPlan& plan, const ScanPlace& at,
                                           const ScanParameters<T>& parameters, int64_t begin, int valid) {
-  each_element(p.u, plan.tile, at.count, [&](int t, int slot) {
-    const int64_t channel = at.first_channel + slot;
-    T u = 0, delta = 0, gy = 0;
-    if (t < valid) {
-      u = to_number(*p.u.template at<S>(at.b, channel, begin + t));
-      delta = load_delta<S>(p, at.b, channel, begin + t, parameters.delta_bias[slot]);
-      if (p.dout) {
-        gy = to_number(*p.dout.template at<S>(at.b, channel, begin + t));
-        if (p.z) gy *= silu(T(to_number(*p.z.template at<S>(at.b, channel, begin + t))));
-      }
+  each_pack<S>(p.u, plan.tile, at.count, [&](const ScanPack& pack) {
+    T u[Pack<S>::size], delta[Pack<S>::size], gy[Pack<S>::size] = {};
+    const int there = pack.before(valid);
+    pack.load<S>(u, p.u, at, begin, there);
+    pack.load<S>(delta, p.delta, at, begin, there);
+    if (p.dout) pack.load<S>(gy, p.dout, at, begin, there);
+    if (p.dout && p.z) {
+      T z[Pack<S>::size];
+      pack.load<S>(z, p.z, at, begin, there);
+#pragma unroll
+      for (int i = 0; i < Pack<S>::size; ++i) gy[i] = i < there ? gy[i] * silu(z[i]) : T(0);
     }
-    const int i = t * tile.pitch + slot;
-    tile.delta[i] = delta;
-    tile.u[i] = u;
-    tile.gy[i] = gy;
-    tile.lambda_B[i] = tile.lambda_Aw[i] = tile.y[i] = 0;
+#pragma unroll
+    for (int i = 0; i < Pack<S>::size; ++i) {
+      if (i >= pack.count) break;
+      const int to = pack.at(i, tile.pitch);
+      tile.delta[to] = i < there ? step_size(p, delta[i], parameters.delta_bias[pack.channel(i)]) : T(0);
+      tile.u[to] = u[i];
+      tile.gy[to] = gy[i];
+      tile.lambda_B[to] = tile.lambda_Aw[to] = tile.y[to] = 0;
+    }
   });
 }
 

@@ -71,7 +71,7 @@ __device__ __forceinline__ T optional_at(const View<2>& view, int64_t h, int64_t
 
 // a = exp(dt A); s = a state + dt x B; y = sum_n C s + D x; out = y silu(z)
 template <class S>
-__global__ void __launch_bounds__(threads) forward_kernel(const SelectiveStateUpdateFwd p, const Plan plan) {
+__global__ void __launch_bounds__(threads, 4) forward_kernel(const SelectiveStateUpdateFwd p, const Plan plan) {
   using T = Accumulate<S>;
   const Place at(p, plan);
   const int64_t b = at.outer, entry = p.indices ? load_index(p.indices, b) : b;
@@ -139,7 +139,7 @@ __device__ __forceinline__ void sum_channels(T* out, const T (&value)[held], int
 }
 
 template <class S>
-__global__ void __launch_bounds__(threads)
+__global__ void __launch_bounds__(threads, 4)
     backward_kernel(const SelectiveStateUpdateBwd p, const Plan plan, const Partial<Accumulate<S>> partial) {
   using T = Accumulate<S>;
   const Place at(p, plan);

@@ -4,6 +4,7 @@
 #if !MAMBA_EMULATED
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/c/shim.h>
 #endif
 
 #include <stdexcept>
@@ -35,13 +36,22 @@ class CudaCall {
   }
 
  private:
-  cuda::Context context(void* stream) { return {stream, this, &CudaCall::allocate}; }
+  cuda::Context context(void* stream) { return {stream, this, &CudaCall::allocate, &CudaCall::blas}; }
 
   // Freed when the call has returned: torch's allocator gives the memory to later work of the same stream only.
   static void* allocate(void* self, int64_t bytes) {
     CudaCall& call = *static_cast<CudaCall*>(self);
     call.scratch_.push_back(empty(call.tensor_, {bytes}, ScalarType::Byte));
     return call.scratch_.back().mutable_data_ptr();
+  }
+
+  // torch's own handle: it has the current stream, and a workspace that graphs may capture.
+  static void* blas(void*) {
+    void* handle = nullptr;
+#if !MAMBA_EMULATED
+    if (torch_get_current_cuda_blas_handle(&handle)) throw std::runtime_error("mamba_ops: no cuBLAS handle");
+#endif
+    return handle;
   }
 
   const Tensor& tensor_;

@@ -13,11 +13,13 @@ struct Context {
   void* stream;  // cudaStream_t
   void* owner;
   void* (*allocate)(void* owner, int64_t bytes);  // scratch for the work that this call enqueues, at least 16-byte aligned
+  void* (*blas)(void* owner);                     // cublasHandle_t of the stream, asked for when it is needed
 
   template <class T>
   T* scratch(int64_t count) const {
     return static_cast<T*>(allocate(owner, count * static_cast<int64_t>(sizeof(T))));
   }
+  void* blas_handle() const { return blas(owner); }
 };
 
 }  // namespace mamba::cuda

@@ -42,7 +42,7 @@ class FusedDecoder:
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_autocast_enabled(input_ids.device.type):
             return False
         weight = model.backbone.embedding.weight
-        if weight.dtype not in WEIGHT_DTYPES or weight.device.type != "cpu":
+        if weight.dtype not in WEIGHT_DTYPES or weight.device.type not in ("cpu", "cuda"):
             return False
         if nn.modules.module._has_any_global_hook() or has_hooks(model.backbone):
             return False

@@ -74,7 +74,7 @@ def _convolve(x, weight, bias, silu, initial_state, seq_idx):
 def example_inputs(
     *,
     dtype=torch.float32,
-    device="cpu",
+    device=None,
     generator=None,
     batch=2,
     dim=5,
@@ -90,9 +90,11 @@ def example_inputs(
 
     packing is None, "seq_idx" (with padding) or "cu_seqlens" (with an empty sequence and a padded tail).
     """
+    device = device or torch.get_default_device()
 
     def normal(*shape, dtype=dtype):
-        return torch.randn(shape, dtype=torch.float64, generator=generator).to(device=device, dtype=dtype)
+        values = torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu")
+        return values.to(device=device, dtype=dtype)
 
     weight_dtype = weight_dtype or dtype
     inputs = {"activation": activation}

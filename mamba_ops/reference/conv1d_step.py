@@ -47,7 +47,7 @@ def conv1d_step_(x, conv_state, weight, bias=None, *, activation=None, cache_seq
 def example_inputs(
     *,
     dtype=torch.float32,
-    device="cpu",
+    device=None,
     generator=None,
     batch=3,
     dim=5,
@@ -58,9 +58,11 @@ def example_inputs(
     activation="silu",
 ):
     """Small random arguments for conv1d_step; state_len defaults to width - 1, seqlen None is one token."""
+    device = device or torch.get_default_device()
 
     def normal(*shape):
-        return torch.randn(shape, dtype=torch.float64, generator=generator).to(device=device, dtype=dtype)
+        values = torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu")
+        return values.to(device=device, dtype=dtype)
 
     inputs = {
         "x": normal(batch, dim) if seqlen is None else normal(batch, dim, seqlen),

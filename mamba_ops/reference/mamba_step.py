@@ -42,7 +42,8 @@ def example_layer(
     """Small random arguments of ops.pack_layer."""
 
     def normal(*shape, scale=1.0, dtype=dtype):
-        return (torch.randn(shape, dtype=torch.float64, generator=generator) * scale).to(dtype)
+        values = torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu") * scale
+        return values.to(device=torch.get_default_device(), dtype=dtype)
 
     layer = {
         "in_proj": normal(2 * d_inner, d_model, scale=d_model**-0.5),
@@ -67,7 +68,8 @@ def example_inputs(*, n_layer=3, batch=2, dtype=torch.float32, generator=None, *
     d_conv = layers[0]["conv_weight"].shape[1]
 
     def normal(*shape):
-        return torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype)
+        values = torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu")
+        return values.to(device=torch.get_default_device(), dtype=dtype)
 
     return {
         "hidden": normal(batch, layers[0]["in_proj"].shape[1]),

@@ -53,7 +53,7 @@ def rms_norm(
 def example_inputs(
     *,
     dtype=torch.float32,
-    device="cpu",
+    device=None,
     generator=None,
     shape=(3, 2),
     dim=12,
@@ -67,9 +67,11 @@ def example_inputs(
     eps=1e-5,
 ):
     """Small random arguments for rms_norm."""
+    device = device or torch.get_default_device()
 
     def normal(*shape):
-        return torch.randn(shape, dtype=torch.float64, generator=generator).to(device=device, dtype=dtype)
+        values = torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu")
+        return values.to(device=device, dtype=dtype)
 
     inputs = {"x": normal(*shape, dim), "eps": eps, "group_size": group_size}
     inputs.update(norm_before_gate=norm_before_gate, residual_in_fp32=residual_in_fp32)

@@ -98,7 +98,7 @@ def _scan(rows, A, D, delta_bias, delta_softplus, state, seq_idx):
 def example_inputs(
     *,
     dtype=torch.float32,
-    device="cpu",
+    device=None,
     generator=None,
     batch=2,
     dim=4,
@@ -121,9 +121,11 @@ def example_inputs(
     Parameters and states have the accumulation dtype.
     """
     acc = torch.float64 if dtype == torch.float64 else torch.float32
+    device = device or torch.get_default_device()
 
     def normal(*shape, dtype=dtype):
-        return torch.randn(shape, dtype=torch.float64, generator=generator).to(device=device, dtype=dtype)
+        values = torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu")
+        return values.to(device=device, dtype=dtype)
 
     inputs = {"delta_softplus": delta_softplus}
     sequences = batch

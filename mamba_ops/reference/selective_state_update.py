@@ -47,7 +47,7 @@ def selective_state_update_(
 def example_inputs(
     *,
     dtype=torch.float32,
-    device="cpu",
+    device=None,
     generator=None,
     batch=3,
     nheads=4,
@@ -64,9 +64,11 @@ def example_inputs(
     Parameters and state have the accumulation dtype.
     """
     acc = torch.float64 if dtype == torch.float64 else torch.float32
+    device = device or torch.get_default_device()
 
     def normal(*shape, dtype=dtype):
-        return torch.randn(shape, dtype=torch.float64, generator=generator).to(device=device, dtype=dtype)
+        values = torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu")
+        return values.to(device=device, dtype=dtype)
 
     channels = (headdim,) if nheads is None else (nheads, headdim)
     groups = () if nheads is None else (ngroups,)

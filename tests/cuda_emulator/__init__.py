@@ -19,11 +19,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
+import pytest
 import torch
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent.parent
 CSRC = ROOT / "csrc"
+SWITCH = "MAMBA_OPS_TEST_EMULATED"
 MODES = {"fast": "mamba_emulated", "checked": "mamba_checked"}
 FLAGS = ["-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-ftls-model=initial-exec", "-ffp-contract=off"]
 FLAGS += ["-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-unused-parameter", "-Wno-psabi"]
@@ -72,10 +74,16 @@ def run(command):
 
 
 def compiler():
-    """GCC, or None where the emulator cannot be built."""
-    if platform.machine() != "x86_64" or platform.system() != "Linux":
+    """GCC, or None where the emulator cannot be built or MAMBA_OPS_TEST_EMULATED=0 switches it off."""
+    if platform.machine() != "x86_64" or platform.system() != "Linux" or os.environ.get(SWITCH) == "0":
         return None
-    return next((name for name in (os.environ.get("CXX"), "g++") if name and shutil.which(name)), None)
+    names = [name for name in (os.environ.get("CXX", ""), "g++") if Path(name).name.startswith("g++")]
+    return next(filter(shutil.which, names), None)
+
+
+needs_emulator = pytest.mark.skipif(
+    compiler() is None, reason=f"the emulator needs GCC on Linux x86-64, and no {SWITCH}=0"
+)
 
 
 def kernels(csrc=CSRC):
@@ -92,7 +100,7 @@ def units(mode, csrc, folder):
     device = [*flags, *(CHECKS if mode == "checked" else []), "-x", "c++", "-include", "cuda_emulator.h"]
     stems = {"api", *(path.stem for path in kernels(csrc))}
     sources = [path for path in sorted((csrc / "ops").glob("*.cpp")) if path.stem in stems]
-    result = [Unit(path, device, folder) for path in [*kernels(csrc), FOLDER / "bugs.cu"]]
+    result = [Unit(path, device, folder) for path in [*kernels(csrc), FOLDER / "bugs.cu", FOLDER / "cublas.cu"]]
     result += [Unit(path, hosted, folder) for path in [csrc / "schema.cpp", *sources]]
     result += [Unit(FOLDER / "bindings.cpp", [*hosted, *python], folder)]
     return result + [Unit(FOLDER / name, flags, folder) for name in ("cuda_emulator.cpp", "memory_checker.cpp")]
@@ -133,8 +141,8 @@ def build_mutant(mode, source, changed, text, folder):
         if unit.source != CSRC / "cuda" / source:
             objects.append(unit.object)
             continue
-        command = unit.command[: unit.command.index("-MMD")]
-        command.insert(1, f"-I{folder}")
+        command = [option for option in unit.command[: unit.command.index("-MMD")] if option != "-O2"]
+        command[1:1] = [f"-I{folder}", "-O1"]
         objects.append(folder / "mutant.o")
         run([*command, "-c", str(mutant if changed == source else unit.source), "-o", str(objects[-1])])
     library = folder / f"{MODES[mode]}.so"
@@ -155,8 +163,3 @@ def load(mode, library=None):
     spec.loader.exec_module(module)
     mamba_ops.ops.register(name)
     return module
-
-
-def register():
-    """Register torch.ops.mamba_emulated; False where the emulator cannot be built."""
-    return load("fast") is not None

@@ -382,6 +382,7 @@ EMU_HOOKS(1) EMU_HOOKS(2) EMU_HOOKS(4) EMU_HOOKS(8) EMU_HOOKS(16) void __tsan_re
 void __tsan_write_range(void* p, size_t n) { emu::hook(p, n, true, false, __builtin_return_address(0)); }
 void __tsan_init() { emu::checker.enabled = true; }
 void __tsan_vptr_update(void**, void*) {}
+uint8_t __tsan_atomic8_load(const volatile uint8_t* p, int) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }  // of function statics
 
 // The hooks of g++ -fsanitize=alignment,bounds,shift,signed-integer-overflow; all get a source location first.
 #define EMU_UNDEFINED(name, what) \

@@ -50,6 +50,7 @@ inline unsigned lane() { return current->index % 32; }
 std::byte* dynamic_shared_memory(size_t bytes);
 std::byte* static_shared_memory(const void* tag, size_t bytes, size_t alignment);
 void begin_atomic(const void* address, size_t bytes);
+void* library_function(const char* name);  // cublas.cu
 
 // Like the <<<>>> launch, the arguments are converted to the kernel's parameter types first and copied per thread.
 template <typename... Parameters, typename... Arguments>

@@ -1,6 +1,5 @@
 """The emulator finds every kind of mistake that it claims to find: one kernel with a seeded bug each."""
 
-import os
 import re
 
 import pytest
@@ -8,10 +7,7 @@ import torch
 
 import cuda_emulator
 
-pytestmark = [
-    pytest.mark.skipif(os.environ.get("MAMBA_OPS_TEST_EMULATED") != "1", reason="run with MAMBA_OPS_TEST_EMULATED=1"),
-    pytest.mark.skipif(cuda_emulator.compiler() is None, reason="the emulator needs GCC on Linux x86-64"),
-]
+pytestmark = cuda_emulator.needs_emulator
 
 # What a run of each bug must show: in the fast build, in the checked build.
 BUGS = {
@@ -71,8 +67,6 @@ def symptoms(controls, which):
 @pytest.mark.parametrize("bug", BUGS)
 def test_seeded_bugs(mode, bug):
     controls = cuda_emulator.load(mode)
-    if controls is None:
-        pytest.skip("the emulator needs GCC on Linux x86-64")
     assert controls.is_checked() == (mode == "checked")
     found = symptoms(controls, list(BUGS).index(bug))
     expected = BUGS[bug][mode == "checked"]
@@ -86,8 +80,6 @@ def test_seeded_bugs(mode, bug):
 
 def test_statistics_count_bytes_once():
     controls = cuda_emulator.load("checked")
-    if controls is None:
-        pytest.skip("the emulator needs GCC on Linux x86-64")
     controls.take_statistics()
     data, out = torch.ones(1024), torch.empty(8)
     controls.add_tensor(data.data_ptr(), data.nbytes, 4, True, False, "data")

@@ -11,10 +11,7 @@ import torch
 import cuda_emulator
 from cuda_emulator import cases
 
-pytestmark = [
-    pytest.mark.skipif(os.environ.get("MAMBA_OPS_TEST_EMULATED") != "1", reason="run with MAMBA_OPS_TEST_EMULATED=1"),
-    pytest.mark.skipif(cuda_emulator.compiler() is None, reason="the emulator needs GCC on Linux x86-64"),
-]
+pytestmark = cuda_emulator.needs_emulator
 
 
 @pytest.fixture
@@ -26,7 +23,7 @@ def controls(request):
     found.take_statistics()
 
 
-@pytest.mark.parametrize("case", cases.CASES)
+@pytest.mark.parametrize("case", cases.ALL)
 def test_results_do_not_depend_on_the_schedule(controls, case):
     """B96: blocks and threads in any order give the same bits."""
     expected = cases.results("mamba_emulated", case)
@@ -37,7 +34,7 @@ def test_results_do_not_depend_on_the_schedule(controls, case):
 
 @pytest.mark.parametrize("controls", ["checked"], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", cases.CASES)
+@pytest.mark.parametrize("case", cases.ALL)
 def test_every_memory_access_is_allowed(controls, case, dtype):
     """In bounds, aligned, initialised, ordered; and the results are right."""
     for seed in (0, 1):
@@ -76,15 +73,59 @@ def causal_conv1d_bytes(ops):
         yield backward, 4 * (2 * numbers + partial_sums), 4 * (numbers + partial_sums)
 
 
+def general_conv1d_bytes(ops):
+    """With sequence borders every number has a thread; the backward keeps dp, the gradient before the activation."""
+    batch, dim, length, width = 1, 64, 256, 6
+    x, ids = sequence(batch, dim, length), torch.zeros(batch, length, dtype=torch.int32)
+    options = (x, sequence(dim, width), None, None, ids, None, "silu")
+    numbers = batch * dim * length
+    yield partial(ops.causal_conv1d_fwd, *options), 4 * numbers, 4 * numbers
+    yield partial(ops.causal_conv1d_bwd, x.clone(), None, *options), 4 * 5 * numbers, 4 * 2 * numbers
+
+
 def step_bytes(ops):
     batch, dim = 32, 96
     x, state, weight = sequence(batch, dim), sequence(batch, dim, W), sequence(dim, W)
     forward = partial(ops.conv1d_step_fwd, x, state, weight, None, "none")
     yield forward, 4 * (batch * dim * W + dim * W), 4 * batch * dim * (1 + W)  # the oldest sample drops out unread
-    states, A, row = sequence(batch, dim, N), -torch.rand(dim, N), sequence(batch, N)
-    inputs = (states, x, x.clone(), A, row, row.clone(), None, None, None, False)
+    backward = partial(ops.conv1d_step_bwd, x.clone(), state.clone(), x, state, weight, None, "none")
+    yield backward, 4 * batch * dim * (3 + 2 * W), 4 * batch * dim * (2 + W)
+    seed = (x.clone(), state, weight, torch.empty_like(x), torch.zeros(dim, W), None)
+    yield partial(ops.conv1d_step_bwd_, *seed), 4 * (batch * dim * (1 + W) + dim * W), 4 * (batch * dim + dim * W)
+
+
+def state_update_bytes(ops):
+    batch, dim = 32, 96
+    blocks, strips, channels = dim // 32, batch // 8, batch * dim
+    state, x, A, row = sequence(batch, dim, N), sequence(batch, dim), -torch.rand(dim, N), sequence(batch, N)
+    inputs = (state, x, x.clone(), A, row, row.clone(), None, None, None, False)
     update = partial(ops.selective_state_update_fwd, *inputs)
-    yield update, 4 * (batch * dim * (2 + N) + dim * N + 2 * batch * N), 4 * batch * dim * (1 + N)
+    yield update, 4 * (channels * (2 + N) + dim * N + 2 * batch * N), 4 * channels * (1 + N)
+    sums = strips * dim * (N + 2) + 2 * batch * blocks * N
+    backward = partial(ops.selective_state_update_bwd, x.clone(), state.clone(), *inputs)
+    read = channels * (3 + 2 * N) + dim * N + 2 * batch * N + sums
+    yield backward, 4 * read, 4 * (channels * (2 + N) + sums + dim * N + 2 * batch * N)
+
+
+def mamba_step_bytes(ops):
+    """Weights once, states read and written; and what goes from launch to launch."""
+    model, inner, states, rank = 48, 96, 16, 3
+    projected = rank + 2 * states
+    for batch in (4, 17):
+        sizes = dict(batch=batch, n_layer=1, d_model=model, d_inner=inner, d_state=states, dt_rank=rank)
+        inputs = cases.example("mamba_step", **sizes)
+        weights = inner * (3 * model + projected + rank)
+        parameters = inner * (5 + W + states) + 2 * model
+        held = batch * inner * (W - 1 + states)  # the oldest sample drops out unread
+        between = batch * (4 * model + 2 * projected + 5 * inner)
+        read = weights + parameters + held + between + (batch * 3 * inner if batch > 16 else 0)
+        written = batch * (3 * model + projected + 3 * inner + inner * (W + states))
+        call = partial(cases.fused_layers, torch.ops.mamba_checked, inputs)
+        yield call, 4 * read, 4 * (written + (batch * 3 * inner if batch > 16 else 0))
+    for batch in (4, 17):
+        hidden, weight = sequence(batch, model), sequence(500, model)
+        call = partial(ops.mamba_step_logits, hidden, torch.ones(model), weight, 1e-5)
+        yield call, 4 * (500 * model + 3 * batch * model), 4 * batch * (2 * model + 500)
 
 
 def selective_scan_bytes(ops):
@@ -101,8 +142,33 @@ def selective_scan_bytes(ops):
     yield backward, 4 * read, 4 * (3 * tokens + partial_sums + 2 * projections + D * N)
 
 
+def linear_recurrence_bytes(ops):
+    """Everything once; the backward also reads every 64th state, and every thread of a slice the one that enters it."""
+    length = 512
+    numbers, kept = B * D * length, B * D * length // 64
+    for sizes, dim, slices in (((B, length, D), 1, 8), ((B, D, length), 2, 32)):
+        x, gates, rest = sequence(*sizes), torch.rand(sizes), (None, None, None, dim, False)
+        forward = partial(ops.linear_recurrence_fwd, x, gates, *rest, True, True)
+        yield forward, 4 * 2 * numbers, 4 * (numbers + kept + B * D)
+        backward = partial(ops.linear_recurrence_bwd, x.clone(), None, x, gates, *rest, forward()[2])
+        entering = B * D * (length // (8 * slices) - 1) * slices
+        yield backward, 4 * (3 * numbers + entering), 4 * 2 * numbers
+
+
+def threshold_backtest_bytes(ops):
+    rows, threads, thresholds = 8192, 512, torch.tensor([0.1], dtype=torch.float64)
+    probs, now = torch.rand(rows), sequence(rows)
+    for return_pnl in (False, True):
+        call = partial(ops.threshold_backtest, probs, now, now.clone(), thresholds, 0.25, 0, return_pnl)
+        yield call, 4 * 3 * rows + 8 * threads + 2 * 56, 4 * rows * return_pnl + 2 * 56 + 64
+
+
+BUDGETS = [rms_norm_bytes, causal_conv1d_bytes, general_conv1d_bytes, step_bytes, state_update_bytes]
+BUDGETS += [selective_scan_bytes, mamba_step_bytes, linear_recurrence_bytes, threshold_backtest_bytes]
+
+
 @pytest.mark.parametrize("controls", ["checked"], indirect=True)
-@pytest.mark.parametrize("calls", [rms_norm_bytes, causal_conv1d_bytes, step_bytes, selective_scan_bytes])
+@pytest.mark.parametrize("calls", BUDGETS)
 def test_bytes_moved(controls, calls):
     """Within 10 % of the operands' sizes and the promised partial sums."""
     for call, read, written in calls(torch.ops.mamba_checked):
@@ -117,11 +183,11 @@ def test_bytes_moved(controls, calls):
 
 MUTANTS = {
     "barrier removed": (
-        "rms_norm.cu",
+        "mamba_step.cu",
         "reduce.cuh",
         "shared.warp[threadIdx.x / 32] = value;\n  __syncthreads();\n  T sum = 0;\n  for (int w = 0; w < warps",
         "shared.warp[threadIdx.x / 32] = value;\n  T sum = 0;\n  for (int w = 0; w < warps",
-        "rms_norm_block",
+        "mamba_step_long",
     ),
     "shared memory reused too early": (
         "rms_norm.cu",
@@ -131,11 +197,11 @@ MUTANTS = {
         "rms_norm_block",
     ),
     "wrong shuffle offset": (
-        "rms_norm.cu",
+        "mamba_step.cu",
         "reduce.cuh",
         "int offset = lanes / 2; offset > 0;",
         "int offset = lanes / 4; offset > 0;",
-        "rms_norm_block",
+        "mamba_step",
     ),
     "wrong stride": (
         "rms_norm.cu",
@@ -171,6 +237,20 @@ MUTANTS = {
         "if (threadIdx.x % 32 < lanes) shared.value",
         "if (threadIdx.x % 32 < lanes - 1) shared.value",
         "selective_state_update",
+    ),
+    "links overwritten while they are read": (
+        "linear_recurrence.cu",
+        "linear_recurrence.cuh",
+        "    shared.at[from][place] = link;\n    __syncthreads();\n",
+        "    shared.at[from][place] = link;\n",
+        "linear_recurrence",
+    ),
+    "rows behind the last": (
+        "threshold_backtest.cu",
+        "threshold_backtest.cu",
+        "bad_row || i >= count ?",
+        "bad_row ?",
+        "threshold_backtest",
     ),
 }
 

@@ -66,7 +66,7 @@ def test_every_dim(backend, dtype, dim):
 
 def test_one_channel(backend):
     """B51. A sum over one channel may cancel, so this compares in float64."""
-    for seqlen in (1, 40, 3000):
+    for seqlen in (1, 40, backend.long):
         inputs = example_inputs(dtype=torch.float64, dim=1, seqlen=seqlen)
         testing.check_values(call(backend), inputs, reference)
         testing.check_values(call(backend), channel_last(inputs), reference)
@@ -95,9 +95,10 @@ def test_zero_sizes(backend, sizes, packing):
     assert not gradients["weight"].any() and not gradients["bias"].any()
 
 
-@pytest.mark.parametrize("batch, dim, seqlen", [(70000, 1, 2), (1, 70000, 2), (70000, 2, 1), (3000, 5, 16)])
+@pytest.mark.parametrize("batch, dim, seqlen", [("many", 1, 2), (1, "many", 2), ("many", 2, 1), (3000, 5, 16)])
 def test_very_many_channels_and_rows(backend, batch, dim, seqlen):
     """B54."""
+    batch, dim = (backend.many if size == "many" else min(size, backend.many) for size in (batch, dim))
     inputs = example_inputs(dtype=torch.float64, batch=batch, dim=dim, seqlen=seqlen)
     testing.check_values(call(backend), inputs, reference)
     testing.check_values(call(backend), channel_last(inputs), reference)
@@ -105,6 +106,8 @@ def test_very_many_channels_and_rows(backend, batch, dim, seqlen):
 
 def test_outputs_that_pass_by_the_caches(backend):
     """Outputs of more than 32 MiB are written with streaming stores, where rows are aligned and where they are not."""
+    if backend.name == "emulated":
+        pytest.skip("a matter of the CPU kernels")
     for dim, seqlen in ((128, 70000), (1027, 8200)):
         x, dout = torch.randn(2, 1, dim, seqlen)
         weight = torch.randn(dim, 4)

@@ -278,7 +278,7 @@ def test_compiled_loop_of_in_place_steps(backend):
     expected_state, state = inputs["conv_state"].clone(), inputs["conv_state"].clone()
     expected = loop(xs, expected_state, inputs["weight"], inputs["bias"])
     torch._dynamo.reset()
-    found = torch.compile(loop, fullgraph=True)(xs, state, inputs["weight"], inputs["bias"])
+    found = torch.compile(loop, fullgraph=True, backend=checks.COMPILER)(xs, state, inputs["weight"], inputs["bias"])
     testing.assert_close(found, expected)
     testing.assert_close(state, expected_state)
 
