@@ -110,6 +110,54 @@ def convolutions():
     return {"F.conv1d": conv1d, "torch.compile, shifted adds": compiled(_shifted_adds)}
 
 
+# ---- linear recurrence: x, gates, dim (the time axis) -> states ----
+
+
+def recurrence_loop(x, gates, dim):
+    """One step after the other."""
+    return _recurrence_steps(x, gates, torch.zeros_like(x.select(dim, 0)), dim)[0]
+
+
+def _recurrence_steps(x, gates, state, dim):
+    states = []
+    for x_t, gate in zip(x.unbind(dim), gates.unbind(dim)):
+        state = gate * state + x_t
+        states.append(state)
+    return torch.stack(states, dim), state
+
+
+_recurrence_steps_compiled = compiled(_recurrence_steps)
+
+
+def recurrence_chunks_compiled(x, gates, dim):
+    """Eight steps unrolled into one compiled graph, called seqlen / 8 times."""
+    state, pieces = torch.zeros_like(x.select(dim, 0)), []
+    for x_piece, gate_piece in zip(x.split(CHUNK, dim), gates.split(CHUNK, dim)):
+        piece, state = _recurrence_steps_compiled(x_piece, gate_piece, state, dim)
+        pieces.append(piece)
+    return torch.cat(pieces, dim)
+
+
+def recurrence_doubling(x, gates, dim):
+    """Parallel over time: log2(seqlen) rounds over the whole tensors."""
+    x, gates, seqlen = x.movedim(dim, -1), gates.movedim(dim, -1), x.shape[dim]
+    reach = 1
+    while reach < seqlen:
+        x = x + gates * F.pad(x[..., :-reach], (reach, 0))
+        gates = gates * F.pad(gates[..., :-reach], (reach, 0), value=1.0)
+        reach *= 2
+    return x.movedim(-1, dim)
+
+
+def recurrences():
+    return {
+        "plain PyTorch time loop": recurrence_loop,
+        "torch.compile, 8-step chunks": recurrence_chunks_compiled,
+        "doubling": recurrence_doubling,
+        "doubling, torch.compile": compiled(recurrence_doubling),
+    }
+
+
 # ---- norm: x, weight -> out ----
 
 

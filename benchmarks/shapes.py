@@ -30,3 +30,13 @@ SCAN_MEMORY = (1, 1536, 16, 8192)
 LAYER = {"quick": [(768, 1, 512), (768, 1, 2048)], "full": [(768, 1, 512), (768, 1, 2048), (768, 8, 512)]}
 
 THREADS = {"selective_scan": (1, 1536, 16, 2048), "causal_conv1d": (8, 1536, 2048, 4), "rms_norm": (4096, 2048)}
+
+# batch, seqlen, channels
+RECURRENCE = {
+    "quick": [(8, 512, 256)],
+    "full": [(8, 512, 256), (64, 1024, 256), (1, 65536, 256), (512, 64, 256), (8, 4096, 2048)],
+}
+GATED_SCAN = {"quick": [(8, 512, 256), (64, 4096, 256)], "full": [*RECURRENCE["full"], (64, 4096, 256)]}
+RECURRENCE_WITH_PEERS = 8 * 512 * 256  # numbers: beyond that, theirs take minutes
+
+BACKTEST = {"quick": [10_000_000], "full": [100_000, 10_000_000]}

@@ -36,6 +36,28 @@ MAMBA_SCHEMAS(m) {
       "Tensor? delta_bias, Tensor? initial_state, Tensor? seq_idx, Tensor? cu_seqlens, bool delta_softplus, Tensor chunk_states) "
       "-> (Tensor du, Tensor ddelta, Tensor dA, Tensor dB, Tensor dC, Tensor dD, Tensor dz, Tensor ddelta_bias, Tensor dinitial_state)");
 
+  // x, gates, logits, states (batch, ...) with time along dim >= 1; last_state and initial_state (batch, ...) without the time axis,
+  // leading size num_sequences with cu_seqlens; seq_idx (batch, seqlen). Without return_states: states (0,)
+  m.def(
+      "linear_recurrence(Tensor x, Tensor gates, Tensor? initial_state=None, Tensor? seq_idx=None, Tensor? cu_seqlens=None, "
+      "int dim=1, bool reverse=False, bool return_states=True) -> (Tensor states, Tensor last_state)");
+  m.def(
+      "gated_scan(Tensor x, Tensor logits, Tensor? initial_state=None, Tensor? seq_idx=None, Tensor? cu_seqlens=None, "
+      "int dim=1, bool reverse=False, bool return_states=True) -> (Tensor states, Tensor last_state)");
+  // chunk_states: every 64th state, flat, in the accumulation dtype; empty without save_states
+  m.def(
+      "linear_recurrence_fwd(Tensor x, Tensor gates, Tensor? initial_state, Tensor? seq_idx, Tensor? cu_seqlens, int dim, bool reverse, "
+      "bool return_states, bool save_states) -> (Tensor states, Tensor last_state, Tensor chunk_states)");
+  m.def(
+      "linear_recurrence_bwd(Tensor? dstates, Tensor? dlast_state, Tensor x, Tensor gates, Tensor? initial_state, Tensor? seq_idx, "
+      "Tensor? cu_seqlens, int dim, bool reverse, Tensor chunk_states) -> (Tensor dx, Tensor dgates, Tensor dinitial_state)");
+  m.def(
+      "gated_scan_fwd(Tensor x, Tensor logits, Tensor? initial_state, Tensor? seq_idx, Tensor? cu_seqlens, int dim, bool reverse, "
+      "bool return_states, bool save_states) -> (Tensor states, Tensor last_state, Tensor chunk_states)");
+  m.def(
+      "gated_scan_bwd(Tensor? dstates, Tensor? dlast_state, Tensor x, Tensor logits, Tensor? initial_state, Tensor? seq_idx, "
+      "Tensor? cu_seqlens, int dim, bool reverse, Tensor chunk_states) -> (Tensor dx, Tensor dlogits, Tensor dinitial_state)");
+
   // x (batch, dim, seqlen); weight (dim, width); bias (dim); states (batch, dim, width - 1), leading size num_sequences with cu_seqlens
   m.def(
       "causal_conv1d(Tensor x, Tensor weight, Tensor? bias=None, Tensor? initial_state=None, Tensor? seq_idx=None, "
@@ -88,4 +110,11 @@ MAMBA_SCHEMAS(m) {
       "float eps, bool block) -> Tensor");
   // hidden (batch, d_model); norm_weight (d_model); weight (vocab, d_model); result (batch, vocab), float32
   m.def("mamba_step_logits(Tensor hidden, Tensor norm_weight, Tensor weight, float eps) -> Tensor");
+
+  // probs, price_now, price_later (count); thresholds (num_thresholds), float64; statistics (num_thresholds), float64, n_trades int64; pnl
+  // (num_thresholds, count) in price_now's dtype, or (0,); bad (2): number of rows with a NaN, index of the first or -1
+  m.def(
+      "threshold_backtest(Tensor probs, Tensor price_now, Tensor price_later, Tensor thresholds, float cost, int ddof=0, "
+      "bool return_pnl=False) -> (Tensor n_trades, Tensor mean_ret, Tensor std_ret, Tensor sharpe, Tensor hit_rate, "
+      "Tensor total_pnl, Tensor pnl, Tensor bad)");
 }

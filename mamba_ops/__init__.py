@@ -8,6 +8,8 @@ from .ops import (
     causal_conv1d,
     conv1d_step,
     conv1d_step_,
+    gated_scan,
+    linear_recurrence,
     mamba_step_,
     mamba_step_logits,
     pack_layer,
@@ -15,6 +17,7 @@ from .ops import (
     selective_scan,
     selective_state_update,
     selective_state_update_,
+    threshold_backtest,
 )
 
 __all__ = [
@@ -22,6 +25,8 @@ __all__ = [
     "causal_conv1d",
     "conv1d_step",
     "conv1d_step_",
+    "gated_scan",
+    "linear_recurrence",
     "mamba_step_",
     "mamba_step_logits",
     "pack_layer",
@@ -29,4 +34,5 @@ __all__ = [
     "selective_scan",
     "selective_state_update",
     "selective_state_update_",
+    "threshold_backtest",
 ]

@@ -1,6 +1,7 @@
 """The plain PyTorch definitions against the test vectors, and their own rules: zero sizes, padding, split = whole."""
 
 import itertools
+import sys
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from mamba_ops import reference
 from mamba_ops.reference import causal_conv1d, rms_norm, selective_scan
 from mamba_ops.testing import assert_close
 
-MODULES = {name: __import__(f"mamba_ops.reference.{name}", fromlist=[name]) for name in reference.__all__}
+MODULES = {name: sys.modules[getattr(reference, name).__module__] for name in reference.__all__}
 FLAGS = ("delta_softplus", "activation", "eps", "group_size", "norm_before_gate")
 RESULTS = {
     "selective_scan": (selective_scan, ("out", "last_state")),
@@ -46,6 +47,23 @@ def test_rms_norm_agrees_with_seed_vector():
     dx, dscale = torch.autograd.grad(out, (x, scale), vector.inputs["dy"])
     assert_close(dx, vector.outputs["dx"], what="dx")
     assert_close(vector.inputs["d_scale_acc"] + dscale, vector.outputs["d_scale"], what="d_scale")
+
+
+@pytest.mark.parametrize(
+    "name, names, dim",
+    [
+        ("linear_recurrence", {"x": "x", "g": "gates", "h0": "initial_state"}, -1),
+        ("gated_scan", {"b": "x", "a": "logits", "s0": "initial_state"}, 1),
+    ],
+)
+def test_recurrences_agree_with_vectors(name, names, dim):
+    vector = vectors.load(name)
+    leaves = {key: tensor.requires_grad_() for key, tensor in vector.inputs.items()}
+    states, last = getattr(reference, name)(**{names[key]: leaf for key, leaf in leaves.items()}, dim=dim)
+    assert_close(states, vector.outputs["states"])
+    assert torch.equal(last, states.select(dim, -1))
+    for key, gradient in vectors.run_backward(vector, leaves, {"states": states}).items():
+        assert_close(gradient, vector.gradients[key], what=f"gradient of {key}")
 
 
 @pytest.mark.parametrize("function", [causal_conv1d, selective_scan])
@@ -159,7 +177,8 @@ def test_split_equals_whole(function, cut):
 @pytest.mark.parametrize("name", reference.__all__)
 def test_rounds_once_to_the_output_dtype(name, dtype):
     """Half-precision results are the float32 results, rounded; gradients have their input's dtype."""
-    inputs = MODULES[name].example_inputs(dtype=dtype)
+    options = {"gated": True} if name == "gated_scan" else {}
+    inputs = MODULES[name].example_inputs(dtype=dtype, **options)
     function = getattr(reference, name)
     floats = {k: v.float() if torch.is_tensor(v) and v.dtype == dtype else v for k, v in inputs.items()}
     for out, exact in zip(function(**inputs), function(**floats)):

@@ -264,14 +264,6 @@ struct WithSlope {
   V value, slope;
 };
 
-// 1 / (1 + e^-x), from e = e^-|x|: 1 / (1 + e) for x >= 0, e / (1 + e) for x < 0
-template <class V>
-MAMBA_INLINE V sigmoid(V x) {
-  using T = Lane<V>;
-  const V e = exp_negative(negative_abs(x));
-  return select(IntVec<T>(x >= T(0)), broadcast<T>(1), e) / (e + T(1));
-}
-
 // x if x > 20, else log1p(e^x) = max(x, 0) + log1p(e^-|x|); the slope is 1 if x > 20, else sigmoid(x).
 template <class V>
 MAMBA_INLINE WithSlope<V> softplus_with_slope(V x) {
@@ -322,6 +314,26 @@ MAMBA_INLINE V ordinary_exp_minus(V x) {
   using T = Lane<V>;
   const ExpParts<V> parts = exp_minus_parts(min(broadcast<T>(42), x));
   return bit_cast<V>(bit_cast<IntVec<T>>(parts.fraction) - (bit_cast<IntVec<T>>(parts.n.shifted) << FloatFormat<T>::mantissa_bits));
+}
+
+// 1 / (1 + e^-x), in the parts of silu; else from e = e^-|x|: 1 / (1 + e) for x >= 0, e / (1 + e) for x < 0
+template <class V>
+MAMBA_INLINE V sigmoid(V x) {
+  using T = Lane<V>;
+#if MAMBA_CPU_AVX512
+  const SiluParts<V> p = silu_parts(x);
+  V r;
+  if constexpr (sizeof(T) == 4) {  // 14 bits, then a step of Newton's method: a third of the division's time
+    r = bit_cast<V>(_mm512_rcp14_ps(bit_cast<__m512>(p.d)));
+    r = r * (T(1) - p.d * r) + r;
+  } else {
+    r = T(1) / p.d;
+  }
+  return scale_by_power(r, p.n);
+#else
+  const V e = exp_negative(negative_abs(x));
+  return select(IntVec<T>(x >= T(0)), broadcast<T>(1), e) / (e + T(1));
+#endif
 }
 
 template <class V>

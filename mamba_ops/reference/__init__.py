@@ -5,7 +5,8 @@ They are written to be read and to be right, not to be fast. They import torch a
 """
 
 from .causal_conv1d import causal_conv1d
+from .linear_recurrence import gated_scan, linear_recurrence
 from .rms_norm import rms_norm
 from .selective_scan import selective_scan
 
-__all__ = ["causal_conv1d", "rms_norm", "selective_scan"]
+__all__ = ["causal_conv1d", "gated_scan", "linear_recurrence", "rms_norm", "selective_scan"]

@@ -8,8 +8,13 @@ from mamba_ops import testing
 from mamba_ops.ops.mamba_step import pack_layer, pack_layers
 
 
+def definition(name):
+    """The module of an operator's plain definition."""
+    return import_module(f"mamba_ops.reference.{'linear_recurrence' if name == 'gated_scan' else name}")
+
+
 def example(name, **options):
-    return import_module(f"mamba_ops.reference.{name}").example_inputs(**options)
+    return definition(name).example_inputs(**options)
 
 
 # Operators with a backward, in shapes that reach each kernel: warps, blocks, tails, splits, pieces, borders, layouts.
@@ -31,6 +36,10 @@ CASES = {
     "selective_scan_packed": ("selective_scan", dict(batch=1, dim=6, seqlen=150, packing="cu_seqlens")),
     "selective_state_update": ("selective_state_update", dict()),
     "conv1d_step": ("conv1d_step", dict()),
+    "linear_recurrence": ("linear_recurrence", dict(channels=(35,), seqlen=75)),
+    "linear_recurrence_along_time": ("linear_recurrence", dict(channels=(11,), seqlen=300, dim=2, reverse=True)),
+    "linear_recurrence_packed": ("linear_recurrence", dict(batch=1, channels=(3,), seqlen=150, packing="cu_seqlens")),
+    "gated_scan": ("gated_scan", dict(channels=(4,), seqlen=70, packing="seq_idx", gated=True)),
 }
 
 
@@ -55,13 +64,15 @@ def operator(namespace, name):
 
 
 def reference(name):
-    return getattr(import_module(f"mamba_ops.reference.{name}"), name)
+    return getattr(definition(name), name)
 
 
 def results(namespace, case, dtype=torch.float32):
     """Outputs and gradients."""
     if case in FUSED:
         return fused_results(namespace, case)
+    if case == BACKTEST:
+        return backtest_results(namespace)
     outputs, _, gradients = testing.run_with_gradients(operator(namespace, CASES[case][0]), inputs_of(case, dtype))
     return [*outputs, *gradients.values()]
 
@@ -70,6 +81,8 @@ def check(namespace, case, dtype=torch.float32):
     """Fails unless outputs and gradients agree with the reference."""
     if case in FUSED:
         return check_fused(namespace, case, dtype)
+    if case == BACKTEST:
+        return check_backtest(namespace, dtype)
     name = CASES[case][0]
     testing.check_values(operator(namespace, name), inputs_of(case, dtype), reference(name))
 
@@ -123,4 +136,25 @@ def check_fused(namespace, case, dtype=torch.float32):
             testing.assert_close(inputs[name], exact[name], dtype if name == "conv_states" else None, what=name)
 
 
-ALL = [*CASES, *FUSED]
+# ---- the back-test, which has none either ----
+
+BACKTEST = "threshold_backtest"
+
+
+def backtest_inputs(dtype=torch.float32):
+    return example(BACKTEST, dtype=dtype, generator=torch.Generator().manual_seed(7), count=4500)
+
+
+def backtest_results(namespace, dtype=torch.float32):
+    inputs = backtest_inputs(dtype)
+    inputs["thresholds"] = torch.tensor(inputs["thresholds"], dtype=torch.float64)
+    return operator(namespace, BACKTEST)(**inputs, return_pnl=True)
+
+
+def check_backtest(namespace, dtype):
+    *statistics, pnl, _ = backtest_results(namespace, dtype)
+    for found, expected in zip((*statistics, pnl), reference(BACKTEST)(**backtest_inputs(dtype))):
+        testing.assert_close(found, expected, rtol=None if found is pnl else 1e-10)
+
+
+ALL = [*CASES, *FUSED, BACKTEST]

@@ -142,8 +142,29 @@ def selective_scan_bytes(ops):
     yield backward, 4 * read, 4 * (3 * tokens + partial_sums + 2 * projections + D * N)
 
 
+def linear_recurrence_bytes(ops):
+    """Everything once; the backward also reads every 64th state, and every thread of a slice the one that enters it."""
+    length = 512
+    numbers, kept = B * D * length, B * D * length // 64
+    for sizes, dim, slices in (((B, length, D), 1, 8), ((B, D, length), 2, 32)):
+        x, gates, rest = sequence(*sizes), torch.rand(sizes), (None, None, None, dim, False)
+        forward = partial(ops.linear_recurrence_fwd, x, gates, *rest, True, True)
+        yield forward, 4 * 2 * numbers, 4 * (numbers + kept + B * D)
+        backward = partial(ops.linear_recurrence_bwd, x.clone(), None, x, gates, *rest, forward()[2])
+        entering = B * D * (length // (8 * slices) - 1) * slices
+        yield backward, 4 * (3 * numbers + entering), 4 * 2 * numbers
+
+
+def threshold_backtest_bytes(ops):
+    rows, threads, thresholds = 8192, 512, torch.tensor([0.1], dtype=torch.float64)
+    probs, now = torch.rand(rows), sequence(rows)
+    for return_pnl in (False, True):
+        call = partial(ops.threshold_backtest, probs, now, now.clone(), thresholds, 0.25, 0, return_pnl)
+        yield call, 4 * 3 * rows + 8 * threads + 2 * 56, 4 * rows * return_pnl + 2 * 56 + 64
+
+
 BUDGETS = [rms_norm_bytes, causal_conv1d_bytes, general_conv1d_bytes, step_bytes, state_update_bytes]
-BUDGETS += [selective_scan_bytes, mamba_step_bytes]
+BUDGETS += [selective_scan_bytes, mamba_step_bytes, linear_recurrence_bytes, threshold_backtest_bytes]
 
 
 @pytest.mark.parametrize("controls", ["checked"], indirect=True)
@@ -216,6 +237,20 @@ MUTANTS = {
         "if (threadIdx.x % 32 < lanes) shared.value",
         "if (threadIdx.x % 32 < lanes - 1) shared.value",
         "selective_state_update",
+    ),
+    "links overwritten while they are read": (
+        "linear_recurrence.cu",
+        "linear_recurrence.cuh",
+        "    shared.at[from][place] = link;\n    __syncthreads();\n",
+        "    shared.at[from][place] = link;\n",
+        "linear_recurrence",
+    ),
+    "rows behind the last": (
+        "threshold_backtest.cu",
+        "threshold_backtest.cu",
+        "bad_row || i >= count ?",
+        "bad_row ?",
+        "threshold_backtest",
     ),
 }
 
