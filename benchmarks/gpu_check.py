@@ -151,7 +151,7 @@ def decode_graph(model, batch):
         ids = torch.randint(256, (batch, 5), device="cuda")
         cache = model.allocate_inference_cache(batch)
         model(ids, inference_params=cache)
-        weights = model._decoder._current(model.backbone)
+        weights = model._decoder.packed(model.backbone)
         hidden = torch.randn(batch, model.config.d_model, device="cuda")
         states = cache.conv_states, cache.ssm_states
 
@@ -271,7 +271,7 @@ def decoding(run):
     for dtype in (torch.bfloat16, torch.float32):
         model = models.MambaLM(config, device=run.device, dtype=dtype).eval()
         mixer = model.backbone.layers[0].mixer
-        weights = models.decode.FusedDecoder()._current(model.backbone)
+        weights = models.decode.FusedDecoder().packed(model.backbone)
         for batch in run.size([1, 8, 16, 17, 64, 256], [1, 17]):
             cache = model.allocate_inference_cache(batch)
             states, hidden = (cache.conv_states, cache.ssm_states), tensors(run, batch, config.d_model)
@@ -279,6 +279,21 @@ def decoding(run):
             ours = {"mamba_ops": lambda h=hidden, s=states, w=weights, k=sizes: mamba_ops.mamba_step_(h, *s, *w, **k)}
             nbytes = sum(w.nbytes for w in weights) + 2 * sum(state.nbytes for state in states)
             run.measure("mamba_step", f"{config.n_layer} layers, batch {batch}, {str(dtype)[6:]}", ours, nbytes)
+
+
+def recurrences(run):
+    ops = torch.ops.mamba
+    for dtype in (torch.bfloat16, torch.float32):
+        x, logits = (tensors(run, *run.size((64, 4096, 256), (2, 16, 4)), dtype=dtype) for _ in range(2))
+        job = f"{' x '.join(map(str, x.shape))}, {str(dtype)[6:]}"
+        run.measure(
+            "gated_scan", f"forward, {job}", {"mamba_ops": lambda a=(x, logits): ops.gated_scan(*a)}, 3 * x.nbytes
+        )
+    count = run.size(10_000_000, 1000)
+    probs, now = torch.rand(count, device=run.device), torch.rand(count, device=run.device) + 100
+    later, thresholds = now + torch.randn_like(now), torch.tensor([0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25])
+    ours = {"mamba_ops": lambda: mamba_ops.threshold_backtest(probs, now, later, thresholds, 0.25, nan_policy="skip")}
+    run.measure("threshold_backtest", f"{count} rows, 7 thresholds", ours, 3 * probs.nbytes)
 
 
 def foreign_norm(run, x, weight):
@@ -299,7 +314,7 @@ def markdown(record):
     return "\n".join(lines) + "\n"
 
 
-PARTS = [block_gradients, graphs, copies, norms, convolutions, scans, steps, decoding]
+PARTS = [block_gradients, graphs, copies, norms, convolutions, scans, recurrences, steps, decoding]
 
 
 def main():

@@ -92,8 +92,7 @@ class FusedDecoder:
             return False
         backbone = model.backbone
         if self._backbone is None or backbone is not self._backbone.root or not self._backbone.is_current():
-            self._backbone = Watch(backbone)
-            self._plain = self._backbone.plain and _is_plain(backbone)
+            self._observe(backbone)
         return self._plain and not any(block.training and block.dropout.p > 0 for block in backbone.layers)
 
     def logits(self, model: MambaLM, cache: MambaCache, input_ids: Tensor) -> Tensor:
@@ -125,8 +124,14 @@ class FusedDecoder:
             logits = head(norm(hidden).to(dtype))
         return logits.unsqueeze(1)
 
+    def _observe(self, backbone: nn.Module) -> None:
+        self._backbone = Watch(backbone)
+        self._plain = self._backbone.plain and _is_plain(backbone)
+
     def packed(self, backbone: nn.Module) -> tuple[Tensor, Tensor]:
-        """The layers' parameters as `mamba_step_` takes them, as they are now. After `fits`."""
+        """The layers' parameters as `mamba_step_` takes them, as they are now."""
+        if self._backbone is None or backbone is not self._backbone.root:
+            self._observe(backbone)
         versions = self._backbone.versions()
         if versions != self._versions:
             self._packed = None  # free the old buffer first
