@@ -74,6 +74,22 @@ def compiles_once(function, all_inputs, differentiable=None):
                 testing.assert_close(gradient, expected[2][name], gradient=True, what=name)
 
 
+def compiled_loop(step, inputs, state):
+    """B101: five in-place steps in one graph change `state` as five eager ones do."""
+    xs = torch.randn(5, *inputs["x"].shape)
+    rest = {name: value for name, value in inputs.items() if name not in ("x", state)}
+
+    def loop(xs, written):
+        return torch.stack([step(**rest, **{"x": x, state: written}) for x in xs.unbind()])
+
+    expected_state, found_state = inputs[state].clone(), inputs[state].clone()
+    expected = loop(xs, expected_state)
+    torch._dynamo.reset()
+    found = torch.compile(loop, fullgraph=True, backend=COMPILER)(xs, found_state)
+    testing.assert_close(found, expected)
+    testing.assert_close(found_state, expected_state)
+
+
 def functional_transforms(function, inputs, batched):
     """B45: torch.func.grad, vmap(grad), jacrev and compile(grad) of a loss of the tensors in `inputs`.
 

@@ -267,20 +267,8 @@ def test_compile(backend):
 
 
 def test_compiled_loop_of_in_place_steps(backend):
-    """B101: five steps in one graph change the cache as five eager ones do."""
-    inputs = example_inputs()
-    xs = torch.randn(5, 3, 5)
-
-    def loop(xs, state, weight, bias):
-        outs = [call_(backend)(x=x, conv_state=state, weight=weight, bias=bias, activation="silu") for x in xs.unbind()]
-        return torch.stack(outs)
-
-    expected_state, state = inputs["conv_state"].clone(), inputs["conv_state"].clone()
-    expected = loop(xs, expected_state, inputs["weight"], inputs["bias"])
-    torch._dynamo.reset()
-    found = torch.compile(loop, fullgraph=True, backend=checks.COMPILER)(xs, state, inputs["weight"], inputs["bias"])
-    testing.assert_close(found, expected)
-    testing.assert_close(state, expected_state)
+    """B101."""
+    checks.compiled_loop(call_(backend), {**example_inputs(), "activation": "silu"}, "conv_state")
 
 
 def test_functional_transforms(backend):

@@ -247,20 +247,8 @@ def test_compile(backend):
 
 
 def test_compiled_loop_of_in_place_steps(backend):
-    """B101: five steps in one graph change the state as five eager ones do."""
-    inputs = example_inputs()
-    xs = torch.randn(5, 3, 4, 5)
-
-    def loop(xs, state, rest):
-        return torch.stack([call_(backend)(**rest, x=x, state=state, dt_softplus=True) for x in xs.unbind()])
-
-    rest = {name: inputs[name] for name in ORDER[2:]}
-    expected_state, state = inputs["state"].clone(), inputs["state"].clone()
-    expected = loop(xs, expected_state, rest)
-    torch._dynamo.reset()
-    found = torch.compile(loop, fullgraph=True, backend=checks.COMPILER)(xs, state, rest)
-    testing.assert_close(found, expected)
-    testing.assert_close(state, expected_state)
+    """B101."""
+    checks.compiled_loop(call_(backend), {**example_inputs(), "dt_softplus": True}, "state")
 
 
 def test_functional_transforms(backend):
