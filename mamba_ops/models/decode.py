@@ -39,16 +39,16 @@ class Watch:
         self._parts = list(map(dict, self._own_parameters))  # kept alive, so that no other object gets an old one's id
         self.parameters = [p for own in self._own_parameters for p in own.values() if p is not None]
         self._versioned = [p for p in self.parameters if not p.is_inference()]
-        self.plain = not any(self._hooks) and not any("forward" in names for names in self._namespaces)
         self._structure = self.structure()
+        self.plain = not any(self._structure[-1])
 
     def structure(self) -> tuple:
+        hooked, replaced = any(self._hooks), any("forward" in names for names in self._namespaces)
         return (
             list(map(type, self._modules)),
             list(map(id, chain.from_iterable(map(dict.values, self._children)))),
             list(map(id, chain.from_iterable(map(dict.values, self._own_parameters)))),
-            list(map(bool, self._hooks)),
-            ["forward" in names for names in self._namespaces],
+            (hooked, replaced),
         )
 
     def is_current(self) -> bool:
