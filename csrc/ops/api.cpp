@@ -13,15 +13,15 @@ namespace {
 
 // Large outputs in pages of 2 MiB where Linux has some: filling memory for the first time costs a fault for each page, and with pages of
 // 4 KiB that takes longer than most kernels. A hint, so nothing depends on whether it is heard.
-void prefer_huge_pages(const Tensor& tensor) {
+void prefer_huge_pages(const Tensor& tensor, uintptr_t bytes) {
 #if defined(__linux__) && !MAMBA_CUDA
   constexpr uintptr_t page = uintptr_t{2} << 20;
+  if (bytes < page || !tensor.is_cpu()) return;
   const auto begin = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
-  const uintptr_t end = begin + static_cast<uintptr_t>(tensor.numel()) * tensor.element_size();
-  const uintptr_t first = (begin + page - 1) / page * page, last = end / page * page;
-  if (first < last && tensor.is_cpu()) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+  const uintptr_t first = (begin + page - 1) / page * page, last = (begin + bytes) / page * page;
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
 #else
-  (void)tensor;
+  (void)tensor, (void)bytes;
 #endif
 }
 
@@ -95,7 +95,9 @@ Tensor empty_strided(const Tensor& like, const std::vector<int64_t>& sizes, cons
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype_code, device_type,
                                                   device_index, &handle));
   Tensor tensor(handle);
-  prefer_huge_pages(tensor);
+  uintptr_t bytes = dtype == ScalarType::Double ? 8 : dtype == ScalarType::Float ? 4 : 2;  // at least, for a dense tensor
+  for (const int64_t size : sizes) bytes *= static_cast<uintptr_t>(size);
+  prefer_huge_pages(tensor, bytes);
 #if MAMBA_EMULATED
   emulator::note_tensor(tensor, true);
 #endif
