@@ -233,7 +233,7 @@ class Layer {
 template <class F>
 void dispatch_weights(DType dtype, F&& f) {
 #if MAMBA_CPU_AVX512
-  if (dtype == DType::bf16 && has_bf16_products()) return f(Tag<paired_bf16>{});
+  if (dtype == DType::bf16 && bf16_instructions) return f(Tag<paired_bf16>{});
 #endif
   dispatch_floating(dtype, f);
 }

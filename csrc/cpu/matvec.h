@@ -60,8 +60,6 @@ struct paired_bf16 {
   uint16_t bits;
 };
 
-MAMBA_INLINE bool has_bf16_products() { return __builtin_cpu_supports("avx512bf16"); }
-
 template <>
 struct Product<paired_bf16> {
   using Number = bf16;

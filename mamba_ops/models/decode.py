@@ -69,6 +69,7 @@ class FusedDecoder:
     def __init__(self) -> None:
         self._backbone: Watch | None = None
         self._plain = False
+        self._norms: list[RMSNorm] = []
         self._versions: tuple | None = None
         self._packed: tuple[Tensor, Tensor] | None = None
         self._head_address: int | None = None  # of the weights whose pages were asked for
@@ -93,7 +94,9 @@ class FusedDecoder:
         backbone = model.backbone
         if self._backbone is None or backbone is not self._backbone.root or not self._backbone.is_current():
             self._observe(backbone)
-        return self._plain and not any(block.training and block.dropout.p > 0 for block in backbone.layers)
+        if not self._plain or any(norm.group_size is not None for norm in self._norms):
+            return False
+        return not any(block.training and block.dropout.p > 0 for block in backbone.layers)
 
     def logits(self, model: MambaLM, cache: MambaCache, input_ids: Tensor) -> Tensor:
         """(batch, 1) token numbers -> (batch, 1, vocabulary); advances the cache."""
@@ -127,6 +130,7 @@ class FusedDecoder:
     def _observe(self, backbone: nn.Module) -> None:
         self._backbone = Watch(backbone)
         self._plain = self._backbone.plain and _is_plain(backbone)
+        self._norms = [*(layer.norm for layer in backbone.layers), backbone.norm_f] if self._plain else []
 
     def packed(self, backbone: nn.Module) -> tuple[Tensor, Tensor]:
         """The layers' parameters as `mamba_step_` takes them, as they are now."""
@@ -163,7 +167,7 @@ def _is_plain(backbone: nn.Module) -> bool:
 
 
 def _is_plain_norm(norm: nn.Module) -> bool:
-    return type(norm) is RMSNorm and norm.bias is None and norm.group_size is None
+    return type(norm) is RMSNorm and norm.bias is None
 
 
 def _is_plain_block(block: nn.Module) -> bool:

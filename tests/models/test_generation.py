@@ -80,6 +80,18 @@ def test_fused_equals_separate_steps():
     assert is_fused(model)
 
 
+def test_groups_of_a_norm_are_noticed():
+    model, ids = make(), torch.randint(50, (2, 8))
+    in_pieces(model, ids, [7, 1])
+    for norm in (model.backbone.layers[1].norm, model.backbone.norm_f):
+        norm.group_size = norm.weight.shape[0] // 2
+        assert not is_fused(model)
+        with torch.no_grad():
+            testing.assert_close(in_pieces(model, ids, [7, 1]), model(ids), rtol=1e-5)
+        norm.group_size = None
+        assert is_fused(model)
+
+
 class Wrapped(nn.Module):
     def __init__(self, linear):
         super().__init__()
