@@ -141,8 +141,8 @@ def refusals(function, name, x):
 
 
 def run_at_level(level, script):
-    """Run a Python script with one CPU level; skips where the CPU lacks it."""
-    script += "\nimport torch, mamba_ops\nprint(torch.ops.mamba.cpu_capability())\n"
+    """Run a Python script with one CPU level, from the seed that every test has; skips where the CPU lacks it."""
+    script = f"import torch, mamba_ops\ntorch.manual_seed(0)\n{script}\nprint(torch.ops.mamba.cpu_capability())\n"
     environment = {**os.environ, "MAMBA_OPS_CPU_CAPABILITY": level}
     result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     if "is not supported by this CPU" in result.stderr:
