@@ -57,6 +57,7 @@ class Forward {
       : p_(p),
         blocks_(blocks),
         plan_(plan),
+        streams_(p.out.stride[2] == 1 && streams_tiles<T>(p.out, p.batch, p.dim, p.seqlen)),
         B_(scan_matrix(p, p.B, p.B_varies, p.ngroups_B)),
         C_(scan_matrix(p, p.C, p.C_varies, p.ngroups_C)),
         A2_(table_blocks * p.dstate * width),
@@ -118,7 +119,8 @@ class Forward {
   // The tile that comes next.
   void look_ahead(int64_t batch, int64_t channel, int64_t time) {
     const int rows = static_cast<int>(scan_min(plan_.tile, p_.seqlen - time)), lanes = static_cast<int>(scan_min(width, p_.dim - channel));
-    for (const View<3>* view : {&p_.delta, &p_.u, &p_.z, &p_.out}) ahead_.add(*view, batch, channel, time, rows, lanes);
+    for (const View<3>* view : {&p_.delta, &p_.u, &p_.z}) ahead_.add(*view, batch, channel, time, rows, lanes);
+    if (!streams_) ahead_.add(p_.out, batch, channel, time, rows, lanes);
     for (int i = 0; p_.chunk_states && i < rows; i += selective_scan_chunk) {
       ahead_.add(chunk_state(batch, (time + i) / selective_scan_chunk, channel) + lanes - 1, p_.dim * sizeof(T), p_.dstate);
     }
@@ -164,14 +166,14 @@ class Forward {
       for (int i = 0; i < rows; ++i) store(gate_ + i * width, silu(z[i]));
       tile.gate = {gate_, width};
     }
-    const TileTarget<T> out(y_, p_.out, batch, channel, t, lanes);
+    const TileTarget<T> out(y_, p_.out, batch, channel, t, lanes, streams_);
     tile.out = out[0];
     tile.out_pitch = out.pitch();
     const int valid = static_cast<int>(scan_min(row + rows, segments_.valid));
     spans(tile, batch, block, channel, lanes, time, row, valid);
     ahead_.ask_for_the_rest();
     for (int i = valid > row ? valid - row : 0; i < rows; ++i) store(out[i], zero<T>());
-    out.store(rows);
+    out.finish(rows);
   }
 
   static TileRows<T> rows_of(T* tile, const View<3>& view, int64_t batch, int64_t channel, int64_t time, int rows, int lanes) {
@@ -231,6 +233,7 @@ class Forward {
   const SelectiveScanFwd& p_;
   const ScanBlocks<T>& blocks_;
   const ScanRowPlan plan_;
+  const bool streams_;
   const ScanMatrix B_, C_;
   const Scratch<T> A2_, states_, skip_, bias_, B_rows_, C_rows_;
   ScanRows<T> B_now_{}, C_now_{};
@@ -256,7 +259,7 @@ void forward(const SelectiveScanFwd& p) {
   const int64_t piece = scan_max(1, scan_min(blocks.count, 65536 / row_work));
   const int64_t strip = ceil_div(scan_max(piece, 65536 / (states * width)), piece) * piece;
   const int64_t strips = ceil_div(blocks.count, strip), pieces = ceil_div(scan_min(strip, blocks.count), scan_max(1, piece));
-  const ScanRowPlan plan = scan_row_plan(p, blocks.per_lane, scan_max_rows);
+  const ScanRowPlan plan = scan_row_plan(p, blocks.per_lane);
   parallel_for(strips * p.batch * pieces, [&](int64_t begin, int64_t end) {
     const FlushSubnormals flush;
     Forward<T> work(p, blocks, plan, scan_min(strip, blocks.count));
@@ -273,6 +276,7 @@ void forward(const SelectiveScanFwd& p) {
       work.run(batch, scan_min(s * strip + from * piece, last_block), scan_min(s * strip + to * piece, last_block));
       begin += to - from;
     }
+    end_streaming();
   });
 }
 

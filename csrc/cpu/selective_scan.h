@@ -211,21 +211,21 @@ struct ScanRowPlan {
   int block, tile;
 };
 
-// `most` limits the row block where time is contiguous. Where the rows of a tile would all fall into one set of the first-level cache,
-// tiles are shorter. Results do not depend on the choice.
-inline ScanRowPlan scan_row_plan(const SelectiveScanInputs& p, bool per_lane, int most) {
+// Where the rows of a tile would all fall into one set of the first-level cache, tiles are shorter. Results do not depend on the choice.
+inline ScanRowPlan scan_row_plan(const SelectiveScanInputs& p, bool per_lane) {
   const int64_t size = size_of(p.u.dtype);
   if (p.u.stride[2] == 1 && p.u.stride[1] != 1) {
     const int tile = size < 4 ? 32 : 16;  // one cache line per channel
-    const int64_t block = per_lane ? tile : scan_min(most, scan_max(32, 4096 / scan_max(1, p.dstate) / 32 * 32));
+    const int64_t block = per_lane ? tile : scan_min(scan_max_rows, scan_max(32, 4096 / scan_max(1, p.dstate) / 32 * 32));
     return {static_cast<int>(block), tile};
   }
-  const int rows = p.u.stride[2] * size % 4096 == 0 ? 8 : 16;
+  const int rows = p.u.stride[2] * size % 4096 == 0 ? 8 : 32;
   return {rows, rows};
 }
 
 // Cache lines to ask for while the recurrence runs, `PerRow` in every row: tiles walk through one line per page, which hardware
-// prefetchers do not follow, and asking for many lines at once stalls.
+// prefetchers do not follow, and asking for many lines at once stalls. They go to the second-level cache: the lines of a tile often share
+// few sets of the first, where they would push each other out.
 template <int PerRow>
 class ScanAhead {
  public:
@@ -242,12 +242,9 @@ class ScanAhead {
   }
 
   void add(const void* first, int64_t bytes_apart, int64_t count) {
-    const char* at = static_cast<const char*>(first);
     const int64_t room = scan_min(count, most - count_);
-    for (int64_t i = 0; i < room; ++i, at += bytes_apart) {
-      lines_[count_ + i] = at;
-      asm volatile("" : "+r"(at));  // a handful of addresses: vectorised, the loop costs several times more
-    }
+    Addresses at = Addresses{0, 1, 2, 3, 4, 5, 6, 7} * bytes_apart + reinterpret_cast<int64_t>(first);
+    for (int64_t i = 0; i < room; i += 8, at += 8 * bytes_apart) __builtin_memcpy(lines_ + count_ + i, &at, sizeof at);
     count_ += static_cast<int>(scan_max(0, room));
   }
 
@@ -261,10 +258,12 @@ class ScanAhead {
   }
 
   MAMBA_INLINE void ask_for_the_rest() {
-    for (; next_ < count_; ++next_) __builtin_prefetch(lines_[next_]);
+    for (; next_ < count_; ++next_) __builtin_prefetch(lines_[next_], 0, 2);
   }
 
  private:
+  using Addresses = VectorOf<int64_t, 8>::type;
+  static_assert(sizeof(void*) == sizeof(int64_t));
   static constexpr int most = 384;
   int count_ = 0, next_ = 0;
   const void* lines_[most + 2 * 32 * PerRow];
@@ -281,7 +280,7 @@ template <int PerRow>
 MAMBA_INLINE void ask_for_lines(const void* const* list, int row) {
   if (!list) return;
 #pragma GCC unroll 8
-  for (int k = 0; k < PerRow; ++k) __builtin_prefetch(list[row * PerRow + k]);
+  for (int k = 0; k < PerRow; ++k) __builtin_prefetch(list[row * PerRow + k], 0, 2);
 }
 
 // Calls core(first, std::integral_constant<int, count>) for the states 0..dstate-1 in register-sized pieces.

@@ -18,6 +18,9 @@ class Backward {
         plan_(plan),
         blocks_(plan.blocks),
         parts_(parts),
+        stream_du_(streams_tiles<T>(p.du, p.batch, p.dim, p.seqlen)),
+        stream_ddelta_(streams_tiles<T>(p.ddelta, p.batch, p.dim, p.seqlen)),
+        stream_dz_(streams_tiles<T>(p.dz, p.batch, p.dim, p.seqlen)),
         A2_(table_blocks * p.dstate * width),
         lambda_(table_blocks * p.dstate * width),
         dA_(table_blocks * p.dstate * width),
@@ -151,7 +154,9 @@ class Backward {
               lanes = static_cast<int>(scan_min(width, p_.dim - channel));
     for (const View<3>* view : {&p_.delta, &p_.z, &p_.dout, &p_.u}) ahead_.add(*view, batch, channel, time, rows, lanes);
     for (int i = 0; i < rows; i += chunk_rows) ahead_.add(chunk_state(batch, time + i, channel) + lanes - 1, p_.dim * sizeof(T), p_.dstate);
-    for (const View<3>* view : {&p_.du, &p_.ddelta, &p_.dz}) ahead_.add(*view, batch, channel, time, rows, lanes);
+    if (!stream_du_) ahead_.add(p_.du, batch, channel, time, rows, lanes);
+    if (!stream_ddelta_) ahead_.add(p_.ddelta, batch, channel, time, rows, lanes);
+    if (!stream_dz_) ahead_.add(p_.dz, batch, channel, time, rows, lanes);
   }
 
   const T* chunk_state(int64_t batch, int64_t time, int64_t channel) const {
@@ -229,12 +234,13 @@ class Backward {
     const int valid = static_cast<int>(scan_max(0, scan_min(rows, segments_.valid - row)));
     spans(tile, batch, block, channel, lanes, row, row + valid);
     ahead_.ask_for_the_rest();
-    const TileTarget<T> du(du_, p_.du, batch, channel, time, lanes), ddelta(delta_, p_.ddelta, batch, channel, time, lanes);
-    const TileTarget<T> dz(dz_, p_.dz, batch, channel, time, lanes);
+    const TileTarget<T> du(du_, p_.du, batch, channel, time, lanes, stream_du_);
+    const TileTarget<T> ddelta(delta_, p_.ddelta, batch, channel, time, lanes, stream_ddelta_);
+    const TileTarget<T> dz(dz_, p_.dz, batch, channel, time, lanes, stream_dz_);
     finish(tile, block, skip, rows, valid, du, ddelta, dz);
-    du.store(rows);
-    ddelta.store(rows);
-    dz.store(rows);
+    du.finish(rows);
+    ddelta.finish(rows);
+    dz.finish(rows);
   }
 
   // du = D g + delta s1;   ddelta = (u s1 + s2) softplus';   dz = dout silu' (y + D u)
@@ -245,18 +251,18 @@ class Backward {
     for (int i = 0; i < valid; ++i) {
       const Vec<T> u = tile.u[i], g = tile.g[i], s1 = load(s1_ + i * width);
       const Vec<T> ddelta = (u * s1 + ln2 * load(s2_ + i * width)) * load(slope_ + i * width);
-      store(to_du[i], skip * g + load(delta_ + i * width) * s1);
-      store(to_ddelta[i], ddelta);
-      if (p_.z) store(to_dz[i], load(dz_ + i * width) * (load(y_ + i * width) + skip * u));
+      to_du.put(i, skip * g + load(delta_ + i * width) * s1);
+      to_ddelta.put(i, ddelta);
+      if (p_.z) to_dz.put(i, load(dz_ + i * width) * (load(y_ + i * width) + skip * u));
       dD += g * u;
       dbias += ddelta;
     }
     store(vector(dD_, block), dD);
     store(vector(dbias_, block), dbias);
     for (int i = valid; i < rows; ++i) {
-      store(to_du[i], zero<T>());
-      store(to_ddelta[i], zero<T>());
-      if (p_.z) store(to_dz[i], zero<T>());
+      to_du.put(i, zero<T>());
+      to_ddelta.put(i, zero<T>());
+      if (p_.z) to_dz.put(i, zero<T>());
     }
   }
 
@@ -347,6 +353,7 @@ class Backward {
   const BackwardPlan<T>& plan_;
   const ScanBlocks<T>& blocks_;
   const BackwardParts<T>& parts_;
+  const bool stream_du_, stream_ddelta_, stream_dz_;
   const Scratch<T> A2_, lambda_, dA_, constant_B_, constant_C_, skip_, bias_, dD_, dbias_, B_rows_, C_rows_, dB_, dC_, sums_B_, sums_C_,
       states_, zeros_, kept_;
   ScanRows<T> B_now_{}, C_now_{};
@@ -382,6 +389,7 @@ void backward(const SelectiveScanBwd& p) {
       work.run(batch_block, cell, cell + count);
       begin += count;
     }
+    end_streaming();
   });
   Merge<T>(p, plan, parts).run();
 }

@@ -115,7 +115,7 @@ struct BackwardPlan {
     // At most 32 blocks, and sums of dA no larger than a quarter of u.
     batch_rows = scan_max(1, scan_max(ceil_div(p.batch, 32), ceil_div(4 * p.dstate, scan_max(1, p.seqlen))));
     batch_blocks = ceil_div(p.batch, batch_rows);
-    rows = scan_row_plan(p, blocks.per_lane, scan_max_rows);
+    rows = scan_row_plan(p, blocks.per_lane);
   }
 
   MAMBA_INLINE int64_t first_block(int64_t cell) const {

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "common/view.h"
-#include "cpu/simd.h"
+#include "cpu/stream.h"
 
 namespace mamba::cpu::MAMBA_CPU_LEVEL {
 
@@ -60,15 +60,24 @@ MAMBA_INLINE void load_times(T* tile, int64_t pitch, const S* from, int64_t lane
   for (int i = 0; i < Rows; ++i) store(tile + i * pitch, rows[i]);
 }
 
+// Whether a vector of T is a whole cache line of S: what may be stored past the caches.
+template <class T, class S>
+constexpr bool is_whole_line = Simd<T>::width * sizeof(S) == 64;
+
 template <int Rows, class T, class S>
-MAMBA_INLINE void store_times(const T* tile, int64_t pitch, S* to, int64_t lane_stride, int lanes) {
+MAMBA_INLINE void store_times(const T* tile, int64_t pitch, S* to, int64_t lane_stride, int lanes, bool stream) {
   constexpr int width = Simd<T>::width;
   Vec<T> rows[Rows];
   for (int i = 0; i < Rows; ++i) rows[i] = load(tile + i * pitch);
   transpose_blocks<Rows>(rows);
   for (int j = 0; j < Rows; ++j) {
     if constexpr (Rows == width) {
-      if (j < lanes) store_as(to + j * lane_stride, rows[j]);
+      if (j < lanes) {
+        if (is_whole_line<T, S> && stream)
+          stream_as(to + j * lane_stride, rows[j]);
+        else
+          store_as(to + j * lane_stride, rows[j]);
+      }
     } else {
       S storage[width];
       store_as(storage, rows[j]);
@@ -99,16 +108,16 @@ __attribute__((noinline)) void load_tile_from(T* tile, int64_t pitch, const S* f
 
 template <class T, class S>
 __attribute__((noinline)) void store_tile_to(const T* tile, int64_t pitch, S* to, int64_t row_stride, int64_t lane_stride, int rows,
-                                             int lanes) {
+                                             int lanes, bool stream = false) {
   constexpr int width = Simd<T>::width;
   int i = 0;
   if (lane_stride == 1 && lanes == width) {
     for (; i < rows; ++i) store_as(to + i * row_stride, load(tile + i * pitch));
   } else if (row_stride == 1) {
-    for (; i + width <= rows; i += width) store_times<width>(tile + i * pitch, pitch, to + i, lane_stride, lanes);
+    for (; i + width <= rows; i += width) store_times<width>(tile + i * pitch, pitch, to + i, lane_stride, lanes, stream);
     if constexpr (width >= 4) {
       if (i + width / 2 <= rows) {
-        store_times<width / 2>(tile + i * pitch, pitch, to + i, lane_stride, lanes);
+        store_times<width / 2>(tile + i * pitch, pitch, to + i, lane_stride, lanes, false);
         i += width / 2;
       }
     }
@@ -127,13 +136,14 @@ inline void load_tile(T* tile, const void* from, DType dtype, int64_t row_stride
   });
 }
 
-// The inverse; touches rows x lanes elements only (and reads whole vectors of the tile).
+// The inverse; touches rows x lanes elements only (and reads whole vectors of the tile). `stream`: times that are contiguous may be stored
+// past the caches, `to` and lane_stride are whole cache lines.
 template <class T>
 inline void store_tile(const T* tile, void* to, DType dtype, int64_t row_stride, int64_t lane_stride, int rows, int lanes,
-                       int64_t pitch = Simd<T>::width) {
+                       int64_t pitch = Simd<T>::width, bool stream = false) {
   dispatch_floating(dtype, [&](auto tag) __attribute__((always_inline)) {
     using S = typename decltype(tag)::type;
-    store_tile_to(tile, pitch, static_cast<S*>(to), row_stride, lane_stride, rows, lanes);
+    store_tile_to(tile, pitch, static_cast<S*>(to), row_stride, lane_stride, rows, lanes, stream);
   });
 }
 
@@ -165,13 +175,24 @@ inline TileRows<T> tile_rows(T* tile, const void* from, DType dtype, int64_t row
   return {tile, Simd<T>::width};
 }
 
+// Whether stores of whole tiles of a (batch, dim, seqlen) output pass by the caches: it is large, and a vector of the axis that is
+// contiguous is an aligned cache line.
+template <class T>
+inline bool streams_tiles(const View<3>& view, int64_t batch, int64_t dim, int64_t seqlen) {
+  const int64_t size = size_of(view.dtype);
+  if (!view || Simd<T>::width * size != 64 || batch * dim * seqlen * size < streamed_bytes || !is_line(view.data)) return false;
+  const int contiguous = view.stride[1] == 1 ? 1 : 2;
+  if (view.stride[contiguous] != 1) return false;
+  return (batch == 1 || view.stride[0] * size % 64 == 0) && view.stride[3 - contiguous] * size % 64 == 0;
+}
+
 // Where the rows of a tile of a (batch, dim, seqlen) output are written: the output itself where it holds rows of T, else `tile`, which
-// store() then converts. Nothing for an absent output.
+// finish() then converts. Nothing for an absent output. `stream`: see streams_tiles; the tile must then start on a whole cache line.
 template <class T>
 class TileTarget {
  public:
-  TileTarget(T* tile, const View<3>& view, int64_t batch, int64_t channel, int64_t time, int lanes)
-      : view_(view), out_(view ? address(view, batch, channel, time) : nullptr), lanes_(lanes) {
+  TileTarget(T* tile, const View<3>& view, int64_t batch, int64_t channel, int64_t time, int lanes, bool stream)
+      : view_(view), out_(view ? address(view, batch, channel, time) : nullptr), lanes_(lanes), stream_(stream && is_line(out_)) {
     direct_ = view && holds_rows<T>(view.dtype, view.stride[1], lanes);
     data_ = direct_ ? static_cast<T*>(out_) : tile;
     pitch_ = direct_ ? view.stride[2] : Simd<T>::width;
@@ -180,15 +201,23 @@ class TileTarget {
   MAMBA_INLINE T* operator[](int row) const { return data_ + row * pitch_; }
   MAMBA_INLINE int64_t pitch() const { return pitch_; }
 
-  void store(int rows) const {
-    if (out_ && !direct_) store_tile(data_, out_, view_.dtype, view_.stride[2], view_.stride[1], rows, lanes_);
+  // A row that is not read again.
+  MAMBA_INLINE void put(int row, Vec<T> value) const {
+    if (is_whole_line<T, T> && direct_ && stream_)
+      stream_as(data_ + row * pitch_, value);
+    else
+      store(data_ + row * pitch_, value);
+  }
+
+  void finish(int rows) const {
+    if (out_ && !direct_) store_tile(data_, out_, view_.dtype, view_.stride[2], view_.stride[1], rows, lanes_, Simd<T>::width, stream_);
   }
 
  private:
   const View<3>& view_;
   void* out_;
   int lanes_;
-  bool direct_;
+  bool direct_, stream_;
   T* data_;
   int64_t pitch_;
 };

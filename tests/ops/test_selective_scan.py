@@ -331,6 +331,32 @@ for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
 """
 
 
+LARGE_SCRIPT = """
+import torch
+from mamba_ops import selective_scan, testing
+from mamba_ops.reference.selective_scan import example_inputs
+for dtype, dim in ((torch.float32, 1040), (torch.float32, 1000), (torch.float64, 1000)):
+    inputs = example_inputs(dtype=dtype, batch=80, dim=dim, seqlen=32, dstate=1, initial_state=False)
+    assert inputs["u"].nbytes >= 2**23 > inputs["u"][:20].nbytes
+    for layout in (lambda t: t, testing.transposed):
+        given = {k: layout(v) if k in ("u", "delta", "z") else v for k, v in inputs.items()}
+        (out, _), upstream, gradients = testing.run_with_gradients(selective_scan, given)
+        for start in range(0, 80, 20):
+            rows = slice(start, start + 20)
+            some = {k: v[rows] if k in ("u", "delta", "z", "B", "C") else v for k, v in given.items()}
+            (few, _), _, wanted = testing.run_with_gradients(selective_scan, some, upstream=[g[rows] for g in upstream])
+            assert torch.equal(out[rows], few)
+            for name in ("u", "delta", "z", "B", "C"):
+                assert torch.equal(gradients[name][rows], wanted[name]), name
+"""
+
+
+@pytest.mark.parametrize("level", checks.LEVELS)
+def test_large_outputs(level):
+    """From 8 MB on, outputs whose rows are whole cache lines pass by the caches: the same bits as in small pieces."""
+    checks.run_at_level(level, LARGE_SCRIPT)
+
+
 @pytest.mark.parametrize("level", checks.LEVELS)
 def test_every_cpu_level(level):
     checks.run_at_level(level, LEVEL_SCRIPT)
