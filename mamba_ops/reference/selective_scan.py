@@ -84,13 +84,13 @@ def _scan(rows, A, D, delta_bias, delta_softplus, state, seq_idx):
     if delta_softplus:
         step = F.softplus(step)  # log1p(exp(x)) up to and at 20, x above
     outputs = [u.new_zeros(*u.shape[:2], 0)]
-    for t in range(u.shape[2]):
+    for t, (step_t, u_t, B_t, C_t) in enumerate(zip(*(x.unbind(-1) for x in (step, u, B, C)))):
         if seq_idx is not None and t > 0:
             starts = (seq_idx[:, t] != seq_idx[:, t - 1])[:, None, None]
             state = torch.where(starts, 0, state)
-        step_t = step[:, :, t, None]
-        state = torch.exp(step_t * A) * state + step_t * B[..., t] * u[:, :, t, None]
-        outputs.append((C[..., t] * state).sum(-1, keepdim=True))
+        step_t = step_t[..., None]
+        state = torch.exp(step_t * A) * state + step_t * B_t * u_t[..., None]
+        outputs.append((C_t * state).sum(-1, keepdim=True))
     y = torch.cat(outputs, dim=2) + D[:, None] * u
     return (y if z is None else y * F.silu(z)), state.clone()
 
