@@ -6,10 +6,11 @@
 // bytes a lane, once for every 8 rows, and what follows the product goes on in the same warp. Inputs are float and come from the caches.
 //
 // More rows: the products of 2, 3 and 5 are cuBLAS's (gemm.cu), in three kernels and six products. cuBLAS multiplies numbers of one dtype,
-// so inputs are split into two of the weights' dtype, high + low, and the products added: float accuracy as in the first way, and for the
-// matrix units twice nearly nothing. A warp of the first way does one multiplication a float that it reads from the L1 cache, 32 of the 128
-// a clock that a multiprocessor could: about 8 T/s on 132 of them. For 3.6 M weights that is 0.45 microseconds a row of the batch and
-// layer, against 1.7 for reading the weights in bf16 and 2 for a launch more; so the two meet at about 16 rows.
+// so inputs are split into two of the weights' dtype, high + low, and the products added, for the matrix units twice nearly nothing. With
+// f16 that keeps an input's float accuracy, with bf16 it rounds inputs to 2^-18. A warp of the first way does one multiplication a float
+// that it reads from the L1 cache, 32 of the 128 a clock that a multiprocessor could: about 8 T/s on 132 of them. For 3.6 M weights that is
+// 0.45 microseconds a row of the batch and layer, against 1.7 for reading the weights in bf16 and 2 for a launch more; so the two meet at
+// about 16 rows.
 //
 // Bytes of a token and layer: the weights (3 d_inner d_model + ... , 2 or 4 bytes each) once for 8 rows of the batch, above 16 rows once,
 // the states read and written. With bf16 weights of 768 x 1536: 7.2 MB a layer, 1.7 microseconds at full bandwidth: launches weigh as much.

@@ -48,12 +48,12 @@ def example_layer(
     layer = {
         "in_proj": normal(2 * d_inner, d_model, scale=d_model**-0.5),
         "x_proj": normal(dt_rank + 2 * d_state, d_inner, scale=d_inner**-0.5),
-        "dt_proj": normal(d_inner, dt_rank),
+        "dt_proj": normal(d_inner, dt_rank, scale=dt_rank**-0.5),
         "out_proj": normal(d_model, d_inner, scale=d_inner**-0.5),
         "conv_weight": normal(d_inner, d_conv, scale=0.5),
         "A": -0.2 - normal(d_inner, d_state, dtype=torch.float32).abs(),
         "D": normal(d_inner, dtype=torch.float32),
-        "dt_bias": normal(d_inner, dtype=torch.float32),
+        "dt_bias": normal(d_inner, dtype=torch.float32) - 2,  # small steps, as in models
         "norm_weight": 1 + normal(d_model, scale=0.2),
     }
     if biases:
