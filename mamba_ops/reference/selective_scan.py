@@ -5,6 +5,8 @@ import itertools
 import torch
 import torch.nn.functional as F
 
+from ._examples import borders, normal_numbers
+
 
 def selective_scan(
     u,
@@ -121,23 +123,9 @@ def example_inputs(
     Parameters and states have the accumulation dtype.
     """
     acc = torch.float64 if dtype == torch.float64 else torch.float32
-    device = device or torch.get_default_device()
-
-    def normal(*shape, dtype=dtype):
-        values = torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu")
-        return values.to(device=device, dtype=dtype)
-
-    inputs = {"delta_softplus": delta_softplus}
-    sequences = batch
-    if packing == "seq_idx":
-        ids = torch.arange(seqlen) * 3 // max(seqlen, 1) + torch.arange(batch)[:, None]
-        inputs["seq_idx"] = ids.to(device=device, dtype=torch.int32)
-    elif packing == "cu_seqlens":
-        batch, sequences = 1, 4
-        ends = [0, seqlen // 4, seqlen // 4, seqlen // 2, seqlen - seqlen // 5]
-        inputs["cu_seqlens"] = torch.tensor(ends, dtype=torch.int32, device=device)
-    elif packing is not None:
-        raise ValueError(f"packing must be None, 'seq_idx' or 'cu_seqlens', got {packing!r}")
+    normal = normal_numbers(dtype, device, generator)
+    packed, batch, sequences = borders(packing, batch, seqlen, device)
+    inputs = {"delta_softplus": delta_softplus, **packed}
     shapes = {"constant": (dim, dstate), "shared": (batch, dstate, seqlen), "grouped": (batch, ngroups, dstate, seqlen)}
 
     inputs["u"] = normal(batch, dim, seqlen)
