@@ -107,17 +107,10 @@ __device__ __forceinline__ void fill_segments(ScanSegments& segments, const Sele
   const int64_t t = begin + i;
   int64_t start = scan_inside, end = scan_inside;
   if (p.cu_seqlens) {
-    int64_t low = 0, high = p.num_sequences;  // the first sequence that ends behind t
-    while (low < high) {
-      const int64_t middle = (low + high) / 2;
-      if (load_index(p.cu_seqlens, middle + 1) > t)
-        high = middle;
-      else
-        low = middle + 1;
-    }
-    if (low < p.num_sequences) {
-      if (load_index(p.cu_seqlens, low) == t) start = low;
-      if (load_index(p.cu_seqlens, low + 1) == t + 1) end = low;
+    const int64_t s = sequence_of(p.cu_seqlens, p.num_sequences, t);
+    if (s < p.num_sequences) {
+      if (load_index(p.cu_seqlens, s) == t) start = s;
+      if (load_index(p.cu_seqlens, s + 1) == t + 1) end = s;
     }
   } else {
     if (t == 0) start = b;
