@@ -61,35 +61,16 @@ __device__ __forceinline__ float multiply_row(const S* weights, int64_t columns,
   return result;
 }
 
-// Where a layer's weights, parameters and states lie, and the buffers between its launches, all dense floats.
+// A layer, and the buffers between its launches, all dense floats.
 template <class S>
-struct Layer {
+struct Layer : LayerWeights<S> {
   MambaStep p;
   int64_t index;
-  const S *in_proj, *x_proj, *dt_proj, *out_proj;
-  const float *norm, *in_bias, *conv_weight, *conv_bias, *dt_bias, *A, *D, *out_bias;
   int64_t inner;                    // a padded row of channels
   float *x, *z, *projected, *both;  // (batch, d_inner) twice, (batch, dt_rank + 2 d_state), in_proj's (batch, 2 d_inner)
 
-  Layer(const MambaStep& step, int64_t index, float* buffers) : p(step), index(index), inner(padded_lanes(step.d_inner)) {
-    in_proj = static_cast<const S*>(p.weights) + index * p.weights_size();
-    x_proj = in_proj + 2 * p.d_inner * p.d_model;
-    dt_proj = x_proj + (p.dt_rank + 2 * p.d_state) * p.d_inner;
-    out_proj = dt_proj + p.d_inner * p.dt_rank;
-    const float* at = p.parameters + index * p.parameters_size();
-    const auto take = [&](int64_t count) {
-      const float* row = at;
-      at += count;
-      return row;
-    };
-    norm = take(padded_lanes(p.d_model));
-    in_bias = take(2 * inner);
-    conv_weight = take(p.d_conv * inner);
-    conv_bias = take(inner);
-    dt_bias = take(inner);
-    A = take(p.d_state * inner);
-    D = take(inner);
-    out_bias = take(padded_lanes(p.d_model));
+  Layer(const MambaStep& step, int64_t index, float* buffers)
+      : LayerWeights<S>(step, index), p(step), index(index), inner(padded_lanes(step.d_inner)) {
     x = buffers;
     z = x + p.batch * p.d_inner;
     projected = z + p.batch * p.d_inner;
