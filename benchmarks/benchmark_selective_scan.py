@@ -1,5 +1,6 @@
 """selective_scan, the whole operator (bias, softplus, D, gate): beside its peers and the limit; memory; short rows."""
 
+import math
 import subprocess
 import sys
 import time
@@ -16,14 +17,16 @@ CHECKED_CHANNELS = 16
 NAMES = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")
 # A backward pass recomputes the states and takes about 1.6 times the arithmetic of the forward pass.
 BACKWARD_FACTOR = 2.6
-# Loops over time whose backward pass is quadratic in the length.
-QUADRATIC = ("plain PyTorch time loop", "transformers")
+# Peers whose backward pass is quadratic in the length, and the length up to which it finishes in seconds.
+QUADRATIC = {"plain PyTorch time loop": 512, "transformers": 512, "torch.compile, 8-step chunks": 2048}
+PEER_STATE_STEPS = 2**28  # most peers hold several numbers for each
+
+STEPS_BY_TURN = 2**30  # longer rows get fewer turns
 
 
-def data(batch, dim, dstate, seqlen, dtype=torch.float32, layout="channel-last"):
+def data(batch, dim, dstate, seqlen, dtype=torch.float32):
     def rows(count):
-        t = torch.randn(batch, seqlen, count).to(dtype).transpose(1, 2)
-        return t if layout == "channel-last" else t.contiguous()
+        return torch.randn(batch, seqlen, count).to(dtype).transpose(1, 2)
 
     A = -torch.arange(1, dstate + 1).float().repeat(dim, 1)
     u, delta, B, C, z = rows(dim), rows(dim), rows(dstate), rows(dstate), rows(dim)
@@ -40,57 +43,77 @@ def with_backward(function, arguments, dout):
     return out.detach(), *torch.autograd.grad(out, leaves, dout)
 
 
-def expected(arguments, dout, backward):
+def expected(arguments, dout):
     """Output and gradients of u and delta for the first channels, which do not depend on the others, in float64."""
     few = slice(CHECKED_CHANNELS)
-    u, delta, A, B, C, D, z, delta_bias = (t.double() for t in arguments)
-    u, delta = u[:, few].requires_grad_(backward), delta[:, few].requires_grad_(backward)
-    out, _ = reference.selective_scan(u, delta, A[few], B, C, D[few], z[:, few], delta_bias[few], delta_softplus=True)
-    gradients = torch.autograd.grad(out, (u, delta), dout[:, few].double()) if backward else ()
-    return out.detach(), *gradients
+    u, delta, z = (t[:, few].double() for t in (arguments[0], arguments[1], arguments[6]))
+    A, D, delta_bias = (t[few].double() for t in (arguments[2], arguments[5], arguments[7]))
+    u, delta, B, C = u.requires_grad_(), delta.requires_grad_(), arguments[3].double(), arguments[4].double()
+    out, _ = reference.selective_scan(u, delta, A, B, C, D, z, delta_bias, delta_softplus=True)
+    return out.detach(), *torch.autograd.grad(out, (u, delta), dout[:, few].double())
 
 
 def check(want):
     def verify(name, result):
-        got = result[: len(want)] if isinstance(result, tuple) else (result,)
-        return error_of([t[:, :CHECKED_CHANNELS] for t in got], want)
+        got = result if isinstance(result, tuple) else (result,)
+        return error_of([t[:, :CHECKED_CHANNELS] for t in got[: len(want)]], want)
 
     return verify
 
 
-def one_shape(bench, limits, shape, dtype, layout, threads, others):
+def too_much(peer, backward, shape):
+    """Why a peer is left out, or None."""
+    if backward and shape[-1] > QUADRATIC.get(peer, shape[-1]):
+        return "a backward pass that is quadratic in the length"
+    return "gigabytes of intermediate results" if math.prod(shape) > PEER_STATE_STEPS else None
+
+
+def one_shape(bench, limits, shape, arguments, dout, want, threads, others, main):
+    """Rows for one layout and number of threads; `main` has the time of a state step of the first shape."""
     batch, dim, dstate, seqlen = shape
-    arguments = data(batch, dim, dstate, seqlen, dtype, layout)
-    dout = torch.randn(batch, seqlen, dim).to(dtype).transpose(1, 2)
-    if layout == "channel-first":
-        dout = dout.contiguous()
-    label = f"batch {batch}, dim {dim}, dstate {dstate}, seqlen {seqlen}, {str(dtype)[6:]}, {layout}"
+    steps = math.prod(shape)
+    u = arguments[0]
+    layout = "channel-last" if u.stride(1) == 1 else "channel-first"
+    label = f"batch {batch}, dim {dim}, dstate {dstate}, seqlen {seqlen}, {str(u.dtype)[6:]}, {layout}"
     for job, backward in (("forward", False), ("forward+backward", True)):
-        functions = {"mamba_ops": ours, **others}
-        if backward and seqlen > 512:
-            functions = {name: f for name, f in functions.items() if name not in QUADRATIC}
+        functions, left_out = {"mamba_ops": ours}, {}
+        for name, function in others.items():
+            if reason := too_much(name, backward, shape):
+                left_out.setdefault(reason, []).append(name)
+            else:
+                functions[name] = function
+        for reason, names in left_out.items():
+            bench.remark(f"{job} · {label}: left out for {reason}: {', '.join(names)}")
         candidates = {}
         for name, function in functions.items():
             if backward:
                 candidates[name] = lambda function=function: with_backward(function, arguments, dout)
             else:
                 candidates[name] = lambda function=function: function(*arguments)
-        want = expected(arguments, dout, backward and seqlen <= 2048)
         with torch.set_grad_enabled(backward):
             slow = [name for name in candidates if name != "mamba_ops" and (backward or seqlen > 512)]
+            turns = min(bench.repeats, max(3, STEPS_BY_TURN // max(steps, 1)))
             rows = bench.compare(
-                "selective_scan", f"{job} · {label}", candidates, check(want), threads=threads, slow=slow
+                "selective_scan",
+                f"{job} · {label}",
+                candidates,
+                check(want),
+                threads=threads,
+                slow=slow,
+                repeats=turns,
             )
         arithmetic = limits.scan_seconds(threads, batch, dim, dstate, seqlen)
         for row in rows.values():
-            steps = batch * dim * dstate * seqlen
             row.notes["1e9 state steps/s"] = round(steps / row.min_ms / 1e6, 2)
             if arithmetic is not None:
                 limit = 1e3 * arithmetic * (BACKWARD_FACTOR if backward else 1)
                 row.notes["% of arithmetic limit"] = round(100 * limit / row.min_ms, 1)
-            if row.candidate != "mamba_ops":
+            if row.candidate == "mamba_ops":
+                step = main.setdefault((job, threads), row.min_ms / steps)
+                row.notes["state step, times the first shape's"] = round(row.min_ms / steps / step, 2)
+            else:
                 row.notes["mamba_ops is faster by"] = round(row.min_ms / rows["mamba_ops"].min_ms, 1)
-            if backward and seqlen == 512 and row.candidate in QUADRATIC:
+            if backward and seqlen == 512 and QUADRATIC.get(row.candidate) == 512:
                 row.notes["at seqlen 2048, extrapolated (quadratic), s"] = round(16 * row.min_ms / 1e3, 1)
         bench.show(rows)
 
@@ -155,7 +178,7 @@ def small_lengths(bench, threads, dim=64, dstate=16):
         arguments = data(batch, dim, dstate, seqlen)
         dout = torch.randn(batch, seqlen, dim).transpose(1, 2)
         name = f"mamba_ops, batch {batch}, seqlen {seqlen}"
-        wants[name] = expected(arguments, dout, False) if seqlen <= 1024 else None
+        wants[name] = expected(arguments, dout) if seqlen <= 1024 else None
         candidates[name] = lambda arguments=arguments, dout=dout: with_backward(ours, arguments, dout)
 
     def verify(name, result):
@@ -195,12 +218,21 @@ def run(bench, limits):
     others = peers.scans(missing)
     for text in missing:
         bench.remark(text)
+    main = {}
     for shape in shapes.SCAN[bench.mode]:
-        main_shape = shape[1:3] == (1536, 16) and shape[0] == 1
-        for threads in bench.threads:
-            compared = others if main_shape and threads == bench.threads[0] else {}
-            one_shape(bench, limits, shape, torch.float32, "channel-last", threads, compared)
-            one_shape(bench, limits, shape, torch.float32, "channel-first", threads, {})
-        for dtype in shapes.DTYPES[bench.mode][1:]:
-            one_shape(bench, limits, shape, dtype, "channel-last", bench.threads[0], {})
+        long = math.prod(shape) >= shapes.SCAN_LONG
+        plotted = shape[:2] == (1, 1536)
+        for dtype in shapes.DTYPES[bench.mode][: 1 if long else None]:
+            torch.compiler.reset()  # a peer is compiled for every shape; beyond a few torch would stop that in silence
+            arguments = data(*shape, dtype)
+            dout = torch.randn(shape[0], shape[3], shape[1]).to(dtype).transpose(1, 2)
+            want = expected(arguments, dout)
+            wide = dtype == torch.float32
+            for threads in bench.threads if wide else bench.threads[:1]:
+                compared = others if plotted and wide and threads == bench.threads[0] else {}
+                one_shape(bench, limits, shape, arguments, dout, want, threads, compared, main)
+            if wide and not long:
+                arguments, dout = [t.contiguous() for t in arguments], dout.contiguous()
+                for threads in bench.threads:
+                    one_shape(bench, limits, shape, arguments, dout, want, threads, {}, main)
     small_lengths(bench, bench.threads[-1])

@@ -6,6 +6,8 @@ import re
 from .harness import RESULTS
 
 LIMIT = "% of arithmetic limit"
+LIMIT_LINE = "limit of the machine (arithmetic)"
+STYLES = {"mamba_ops": "o-", LIMIT_LINE: "--"}
 
 
 def scan_rows():
@@ -29,7 +31,7 @@ def lines(along, fixed):
         candidates.setdefault(row["candidate"], []).append((shape[along], row["min_ms"]))
         if row["candidate"] == "mamba_ops" and LIMIT in row["notes"]:
             limit = row["min_ms"] * row["notes"][LIMIT] / 100
-            candidates.setdefault("limit of the machine (arithmetic)", []).append((shape[along], limit))
+            candidates.setdefault(LIMIT_LINE, []).append((shape[along], limit))
     return found
 
 
@@ -53,18 +55,20 @@ def draw():
             print(f"no saved rows to plot against {along}: run python -m benchmarks --save selective_scan")
             continue
         figure, axes = plt.subplots(1, len(jobs), figsize=(6 * len(jobs), 4.5), squeeze=False, layout="constrained")
+        names = dict.fromkeys(name for candidates in jobs.values() for name in candidates)
+        colours = {name: f"C{position}" for position, name in enumerate(names)} | {LIMIT_LINE: "black"}
         for axis, (job, candidates) in zip(axes[0], jobs.items()):
             for name, points in candidates.items():
-                style = {"mamba_ops": "o-", "limit of the machine (arithmetic)": "k--"}.get(name, "s:")
-                axis.plot(*zip(*sorted(points)), style, label=name, linewidth=2 if name == "mamba_ops" else 1)
+                line = dict(label=name, color=colours[name], linewidth=2 if name == "mamba_ops" else 1)
+                axis.plot(*zip(*sorted(points)), STYLES.get(name, "s:"), **line)
             ticks = sorted({x for points in candidates.values() for x, _ in points})
             axis.set(xscale="log", yscale="log", xlabel=along, ylabel="ms", title=f"selective_scan, {job}")
             axis.set_xticks(ticks, map(str, ticks), minor=False)
             axis.minorticks_off()
             axis.grid(alpha=0.3)
             axis.legend(fontsize=8)
-        names = ", ".join(f"{name} {value}" for name, value in fixed.items())
-        figure.suptitle(f"{names}, float32, one thread", fontsize=10)
+        shape = ", ".join(f"{name} {value}" for name, value in fixed.items())
+        figure.suptitle(f"{shape}, float32, one thread", fontsize=10)
         path = RESULTS / f"scan_by_{along}.png"
         figure.savefig(path, dpi=110)
         plt.close(figure)

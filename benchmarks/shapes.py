@@ -16,14 +16,14 @@ SMALL_LENGTHS = [(4096, 16), (512, 128), (64, 1024), (1, 65536)]
 
 NORM = {"quick": [(4096, 768), (4096, 2048)], "full": [(4096, 768), (4096, 2048), (2048, 768), (65536, 64)]}
 
-# batch, dim, dstate, seqlen
+# batch, dim, dstate, seqlen; the first is the one that others are compared with
 SCAN = {
-    "quick": [(1, 1536, 16, 512), (1, 1536, 16, 2048)],
-    "full": [(1, 1536, 16, 512), (1, 1536, 16, 2048), (1, 1536, 16, 8192), (8, 1536, 16, 512)]
+    "quick": [(1, 1536, 16, 2048), (1, 1536, 16, 512)],
+    "full": [(1, 1536, 16, seqlen) for seqlen in (2048, 512, 8192, 32768, 65536)]
     + [(1, 1536, dstate, 2048) for dstate in (1, 4, 64, 128)]
-    + [(1, 64, 16, 2048), (64, 1536, 16, 16), (4096, 64, 16, 16)]
-    + [(1, 256, 16, seqlen) for seqlen in (1024, 4096, 16384, 65536)],
+    + [(8, 1536, 16, 512), (1, 64, 16, 2048), (64, 1536, 16, 16), (4096, 64, 16, 16)],
 }
+SCAN_LONG = 2**29  # state steps: from here on float32 and one layout only
 SCAN_MEMORY = (1, 1536, 16, 8192)
 
 # d_model, batch, seqlen

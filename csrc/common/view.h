@@ -37,4 +37,17 @@ MAMBA_INLINE int64_t load_index(const View<N>& view, I... index) {
   return view.dtype == DType::i64 ? *view.template at<int64_t>(index...) : *view.template at<int32_t>(index...);
 }
 
+// The first of `count` packed sequences that ends behind time t, or `count`.
+MAMBA_INLINE int64_t sequence_of(const View<1>& cu_seqlens, int64_t count, int64_t t) {
+  int64_t low = 0, high = count;
+  while (low < high) {
+    const int64_t middle = (low + high) / 2;
+    if (load_index(cu_seqlens, middle + 1) > t)
+      high = middle;
+    else
+      low = middle + 1;
+  }
+  return low;
+}
+
 }  // namespace mamba

@@ -48,28 +48,10 @@ void read_rows(const View<2>& view, int64_t batch, int64_t columns, int64_t pad,
 }
 
 template <class S>
-class Layer {
+class Layer : LayerWeights<S> {
  public:
-  Layer(const MambaStep& p, int64_t index, float* hidden, float* buffers) : p(p), index(index), hidden(hidden) {
-    in_proj = static_cast<const S*>(p.weights) + index * p.weights_size();
-    x_proj = in_proj + 2 * p.d_inner * p.d_model;
-    dt_proj = x_proj + (p.dt_rank + 2 * p.d_state) * p.d_inner;
-    out_proj = dt_proj + p.d_inner * p.dt_rank;
+  Layer(const MambaStep& p, int64_t index, float* hidden, float* buffers) : LayerWeights<S>(p, index), p(p), index(index), hidden(hidden) {
     const int64_t model = padded_lanes(p.d_model), inner = padded_lanes(p.d_inner);
-    const float* at = p.parameters + index * p.parameters_size();
-    const auto take = [&](int64_t count) {
-      const float* row = at;
-      at += count;
-      return row;
-    };
-    norm = take(model);
-    in_bias = take(2 * inner);
-    conv_weight = take(p.d_conv * inner);
-    conv_bias = take(inner);
-    dt_bias = take(inner);
-    A = take(p.d_state * inner);
-    D = take(inner);
-    out_bias = take(model);
     normed = buffers;
     x = normed + p.batch * model;
     z = x + p.batch * inner;
@@ -223,8 +205,9 @@ class Layer {
   const MambaStep& p;
   const int64_t index;
   float* hidden;  // (batch, padded d_model): read, and overwritten with the result
-  const S *in_proj, *x_proj, *dt_proj, *out_proj;
-  const float *norm, *in_bias, *conv_weight, *conv_bias, *dt_bias, *A, *D, *out_bias;
+  using Weights = LayerWeights<S>;
+  using Weights::conv_bias, Weights::dt_bias, Weights::A, Weights::D, Weights::out_bias;
+  using Weights::in_proj, Weights::x_proj, Weights::dt_proj, Weights::out_proj, Weights::norm, Weights::in_bias, Weights::conv_weight;
   float *normed, *x, *z, *y, *proj, *arranged;
   Vectors<S> operand;  // what the phase at hand multiplies the weights with
 };

@@ -12,20 +12,6 @@ struct Segment {
   bool padding;  // out is 0
 };
 
-// The sequence that holds time t, or num_sequences where t lies behind the last one.
-template <class Params>
-__device__ __forceinline__ int64_t sequence_of(const Params& p, int64_t t) {
-  int64_t low = 0, high = p.num_sequences;
-  while (low < high) {
-    const int64_t middle = (low + high) / 2;
-    if (load_index(p.cu_seqlens, middle + 1) > t)
-      high = middle;
-    else
-      low = middle + 1;
-  }
-  return low;
-}
-
 // A bound from cu_seqlens, within the tensor whatever it holds.
 template <class Params>
 __device__ __forceinline__ int64_t bound_of(const Params& p, int64_t index) {
@@ -36,7 +22,7 @@ __device__ __forceinline__ int64_t bound_of(const Params& p, int64_t index) {
 template <class Params>
 __device__ __forceinline__ Segment segment_of(const Params& p, int64_t b, int64_t t) {
   if (p.cu_seqlens) {
-    const int64_t s = sequence_of(p, t);
+    const int64_t s = sequence_of(p.cu_seqlens, p.num_sequences, t);
     if (s == p.num_sequences) return {t, -1, true};
     const int64_t begin = bound_of(p, s);
     return {begin, begin <= t ? s : -1, begin > t};

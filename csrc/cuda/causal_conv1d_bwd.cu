@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(conv_threads, 8) general_dx_kernel(const Causa
   T sum = 0;
   int64_t end = p.seqlen, s = at.b;
   if (p.cu_seqlens) {
-    s = sequence_of(p, at.t);
+    s = sequence_of(p.cu_seqlens, p.num_sequences, at.t);
     end = s < p.num_sequences ? bound_of(p, s + 1) : 0;
   }
   for (int64_t t = at.t; t < at.t + p.width && t < end; ++t)

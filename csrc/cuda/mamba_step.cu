@@ -6,10 +6,11 @@
 // bytes a lane, once for every 8 rows, and what follows the product goes on in the same warp. Inputs are float and come from the caches.
 //
 // More rows: the products of 2, 3 and 5 are cuBLAS's (gemm.cu), in three kernels and six products. cuBLAS multiplies numbers of one dtype,
-// so inputs are split into two of the weights' dtype, high + low, and the products added: float accuracy as in the first way, and for the
-// matrix units twice nearly nothing. A warp of the first way does one multiplication a float that it reads from the L1 cache, 32 of the 128
-// a clock that a multiprocessor could: about 8 T/s on 132 of them. For 3.6 M weights that is 0.45 microseconds a row of the batch and
-// layer, against 1.7 for reading the weights in bf16 and 2 for a launch more; so the two meet at about 16 rows.
+// so inputs are split into two of the weights' dtype, high + low, and the products added, for the matrix units twice nearly nothing. With
+// f16 that keeps an input's float accuracy, with bf16 it rounds inputs to 2^-18. A warp of the first way does one multiplication a float
+// that it reads from the L1 cache, 32 of the 128 a clock that a multiprocessor could: about 8 T/s on 132 of them. For 3.6 M weights that is
+// 0.45 microseconds a row of the batch and layer, against 1.7 for reading the weights in bf16 and 2 for a launch more; so the two meet at
+// about 16 rows.
 //
 // Bytes of a token and layer: the weights (3 d_inner d_model + ... , 2 or 4 bytes each) once for 8 rows of the batch, above 16 rows once,
 // the states read and written. With bf16 weights of 768 x 1536: 7.2 MB a layer, 1.7 microseconds at full bandwidth: launches weigh as much.
@@ -60,35 +61,16 @@ __device__ __forceinline__ float multiply_row(const S* weights, int64_t columns,
   return result;
 }
 
-// Where a layer's weights, parameters and states lie, and the buffers between its launches, all dense floats.
+// A layer, and the buffers between its launches, all dense floats.
 template <class S>
-struct Layer {
+struct Layer : LayerWeights<S> {
   MambaStep p;
   int64_t index;
-  const S *in_proj, *x_proj, *dt_proj, *out_proj;
-  const float *norm, *in_bias, *conv_weight, *conv_bias, *dt_bias, *A, *D, *out_bias;
   int64_t inner;                    // a padded row of channels
   float *x, *z, *projected, *both;  // (batch, d_inner) twice, (batch, dt_rank + 2 d_state), in_proj's (batch, 2 d_inner)
 
-  Layer(const MambaStep& step, int64_t index, float* buffers) : p(step), index(index), inner(padded_lanes(step.d_inner)) {
-    in_proj = static_cast<const S*>(p.weights) + index * p.weights_size();
-    x_proj = in_proj + 2 * p.d_inner * p.d_model;
-    dt_proj = x_proj + (p.dt_rank + 2 * p.d_state) * p.d_inner;
-    out_proj = dt_proj + p.d_inner * p.dt_rank;
-    const float* at = p.parameters + index * p.parameters_size();
-    const auto take = [&](int64_t count) {
-      const float* row = at;
-      at += count;
-      return row;
-    };
-    norm = take(padded_lanes(p.d_model));
-    in_bias = take(2 * inner);
-    conv_weight = take(p.d_conv * inner);
-    conv_bias = take(inner);
-    dt_bias = take(inner);
-    A = take(p.d_state * inner);
-    D = take(inner);
-    out_bias = take(padded_lanes(p.d_model));
+  Layer(const MambaStep& step, int64_t index, float* buffers)
+      : LayerWeights<S>(step, index), p(step), index(index), inner(padded_lanes(step.d_inner)) {
     x = buffers;
     z = x + p.batch * p.d_inner;
     projected = z + p.batch * p.d_inner;

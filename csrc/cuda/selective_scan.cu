@@ -63,8 +63,8 @@ __global__ void __launch_bounds__(scan_threads, sizeof(Accumulate<S>) == 8 ? 2 :
     __syncthreads();
     const int valid = segments.valid;
     for (int64_t part = 0; part < plan.pieces; ++part) {
-      const int64_t n0 = part * plan.piece, n = n0 + at.lane * scan_held;
-      const bool first_tile = begin == at.begin, live = at.inside && n < p.dstate;
+      const auto [n0, n, live] = scan_part(p, plan, at, part);
+      const bool first_tile = begin == at.begin;
       if (p.B_varies) load_projection<S>(tile.B, p.B, at.b, at.group_B, begin, rows, valid, n0, plan.piece, p.dstate);
       if (p.C_varies && !summary) load_projection<S>(tile.C, p.C, at.b, at.group_C, begin, rows, valid, n0, plan.piece, p.dstate);
       if (live && (first_tile || plan.pieces > 1)) {

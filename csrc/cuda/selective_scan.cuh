@@ -74,6 +74,16 @@ struct ScanPlace {
   }
 };
 
+// The states of one part of a tile, from n0 on: 4 of the thread from n on, if it has some (`live`).
+struct ScanPart {
+  int64_t n0, n;
+  bool live;
+};
+__device__ __forceinline__ ScanPart scan_part(const SelectiveScanInputs& p, const ScanPlan& plan, const ScanPlace& at, int64_t part) {
+  const int64_t n0 = part * plan.piece, n = n0 + at.lane * scan_held;
+  return {n0, n, at.inside && n < p.dstate};
+}
+
 // ---- segments ----
 
 constexpr int64_t scan_inside = -2, scan_zero_state = -1;
@@ -97,17 +107,10 @@ __device__ __forceinline__ void fill_segments(ScanSegments& segments, const Sele
   const int64_t t = begin + i;
   int64_t start = scan_inside, end = scan_inside;
   if (p.cu_seqlens) {
-    int64_t low = 0, high = p.num_sequences;  // the first sequence that ends behind t
-    while (low < high) {
-      const int64_t middle = (low + high) / 2;
-      if (load_index(p.cu_seqlens, middle + 1) > t)
-        high = middle;
-      else
-        low = middle + 1;
-    }
-    if (low < p.num_sequences) {
-      if (load_index(p.cu_seqlens, low) == t) start = low;
-      if (load_index(p.cu_seqlens, low + 1) == t + 1) end = low;
+    const int64_t s = sequence_of(p.cu_seqlens, p.num_sequences, t);
+    if (s < p.num_sequences) {
+      if (load_index(p.cu_seqlens, s) == t) start = s;
+      if (load_index(p.cu_seqlens, s + 1) == t + 1) end = s;
     }
   } else {
     if (t == 0) start = b;
@@ -267,9 +270,9 @@ __device__ __forceinline__ void store_summary(const SelectiveScanInputs& p, cons
                                               const ScanSplits<T>& s, const T* carry, States<T>& state, States<T>& A, T decay_sum,
                                               bool reset) {
   const int64_t saved = split_offset(p, plan, at.b, at.split, at.channel);
-  for (int64_t part = 0; part < plan.pieces && at.inside; ++part) {
-    const int64_t n = part * plan.piece + at.lane * scan_held;
-    if (n >= p.dstate) continue;
+  for (int64_t part = 0; part < plan.pieces; ++part) {
+    const auto [n0, n, live] = scan_part(p, plan, at, part);
+    if (!live) continue;
     if (plan.pieces > 1) {
       load_A(A, p, at.channel, n);
       load_items(state, carry + saved + n, 1, 0, p.dstate - n);

@@ -28,18 +28,13 @@ __global__ void __launch_bounds__(scan_threads, sizeof(Accumulate<S>) == 8 ? 2 :
   const int64_t saved = split_offset(p, plan, at.b, at.split, at.channel);
   T g[scan_held] = {}, A[scan_held] = {}, C[scan_held] = {}, decay_sum = 0;
   bool reset = false;
-  const int64_t tiles = (at.end - at.begin + plan.tile - 1) / plan.tile;
+  const int64_t tiles = tiles_of(plan, at);
   shared.parameters.fill(p, at);
   for (int64_t number = tiles - 1; number >= 0; --number) {
-    const int64_t begin = at.begin + number * plan.tile;
-    const int rows = int(smaller(plan.tile, at.end - begin));
-    fill_segments(segments, p, at.b, begin, rows);
-    __syncthreads();
-    const int valid = segments.valid;
-    load_tile<S>(tile, p, plan, at, shared.parameters, begin, valid);
+    const auto [begin, rows, valid] = load_tile<S>(tile, p, plan, at, shared, number);
     for (int64_t part = 0; part < plan.pieces; ++part) {
-      const int64_t n0 = part * plan.piece, n = n0 + at.lane * scan_held;
-      const bool first_tile = number == tiles - 1, live = at.inside && n < p.dstate;
+      const auto [n0, n, live] = scan_part(p, plan, at, part);
+      const bool first_tile = number == tiles - 1;
       if (p.C_varies) load_projection<S>(tile.C, p.C, at.b, at.group_C, begin, plan.tile, valid, n0, plan.piece, p.dstate);
       if (live && (first_tile || plan.pieces > 1)) {
         load_A(A, p, at.channel, n);
@@ -169,21 +164,16 @@ __global__ void __launch_bounds__(scan_threads, 2)
   const BackwardTile<T> tile(plan);
   const ScanPlace at(p, plan);
   T* const sums = partial.channel_sums + (at.b * plan.splits + at.split) * channel_sums_size(p);
-  const int64_t chunks = (p.seqlen + chunk - 1) / chunk, tiles = (at.end - at.begin + plan.tile - 1) / plan.tile;
+  const int64_t chunks = (p.seqlen + chunk - 1) / chunk, tiles = tiles_of(plan, at);
   const T* const chunk_states = static_cast<const T*>(p.chunk_states);
   Held<T> held;
   shared.parameters.fill(p, at);
   shared.dD[threadIdx.x] = shared.ddelta_bias[threadIdx.x] = 0;
   for (int64_t number = tiles - 1; number >= 0; --number) {
-    const int64_t begin = at.begin + number * plan.tile;
-    const int rows = int(smaller(plan.tile, at.end - begin));
-    fill_segments(segments, p, at.b, begin, rows);
-    __syncthreads();
-    const int valid = segments.valid;
-    load_tile<S>(tile, p, plan, at, shared.parameters, begin, valid);
+    const auto [begin, rows, valid] = load_tile<S>(tile, p, plan, at, shared, number);
     for (int64_t part = 0; part < plan.pieces; ++part) {
-      const int64_t n0 = part * plan.piece, n = n0 + at.lane * scan_held;
-      const bool first_tile = number == tiles - 1, live = at.inside && n < p.dstate;
+      const auto [n0, n, live] = scan_part(p, plan, at, part);
+      const bool first_tile = number == tiles - 1;
       if (p.B_varies) load_projection<S>(tile.B, p.B, at.b, at.group_B, begin, plan.tile, valid, n0, plan.piece, p.dstate);
       if (p.C_varies) load_projection<S>(tile.C, p.C, at.b, at.group_C, begin, plan.tile, valid, n0, plan.piece, p.dstate);
       if (plan.pieces > 1) held = Held<T>{};

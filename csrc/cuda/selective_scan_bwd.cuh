@@ -37,10 +37,25 @@ struct BackwardTile {
   }
 };
 
-// u, delta and gy of a tile; 0 where there is no token.
+// The times of a tile: `rows` from `begin` on, those from `valid` on behind the last sequence.
+struct TileTimes {
+  int64_t begin;
+  int rows, valid;
+};
+
+__device__ __forceinline__ int64_t tiles_of(const ScanPlan& plan, const ScanPlace& at) {
+  return (at.end - at.begin + plan.tile - 1) / plan.tile;
+}
+
+// Brings the split's tile `number`: its segments; u, delta and gy, 0 where there is no token. A barrier must follow.
 template <class S, class T>
-__device__ __forceinline__ void load_tile(const BackwardTile<T>& tile, const SelectiveScanBwd& p, const ScanPlan& plan, const ScanPlace& at,
-                                          const ScanParameters<T>& parameters, int64_t begin, int valid) {
+__device__ __forceinline__ TileTimes load_tile(const BackwardTile<T>& tile, const SelectiveScanBwd& p, const ScanPlan& plan,
+                                               const ScanPlace& at, ScanShared<T>& shared, int64_t number) {
+  const int64_t begin = at.begin + number * plan.tile;
+  const int rows = int(smaller(plan.tile, at.end - begin));
+  fill_segments(shared.segments, p, at.b, begin, rows);
+  __syncthreads();
+  const int valid = shared.segments.valid;
   each_pack<S>(p.u, plan.tile, at.count, [&](const ScanPack& pack) {
     T u[Pack<S>::size], delta[Pack<S>::size], gy[Pack<S>::size] = {};
     const int there = pack.before(valid);
@@ -57,12 +72,13 @@ __device__ __forceinline__ void load_tile(const BackwardTile<T>& tile, const Sel
     for (int i = 0; i < Pack<S>::size; ++i) {
       if (i >= pack.count) break;
       const int to = pack.at(i, tile.pitch);
-      tile.delta[to] = i < there ? step_size(p, delta[i], parameters.delta_bias[pack.channel(i)]) : T(0);
+      tile.delta[to] = i < there ? step_size(p, delta[i], shared.parameters.delta_bias[pack.channel(i)]) : T(0);
       tile.u[to] = u[i];
       tile.gy[to] = gy[i];
       tile.lambda_B[to] = tile.lambda_Aw[to] = tile.y[to] = 0;
     }
   });
+  return {begin, rows, valid};
 }
 
 // Sums 8 numbers over the warp's channels; lanes of one channel keep apart. Every level of the tree halves the numbers that a lane holds.

@@ -32,6 +32,29 @@ struct MambaStep {
   MAMBA_INLINE int64_t parameters_size() const { return 2 * padded_lanes(d_model) + (5 + d_conv + d_state) * padded_lanes(d_inner); }
 };
 
+// Where the weights and parameters of one layer lie.
+template <class S>
+struct LayerWeights {
+  const S *in_proj, *x_proj, *dt_proj, *out_proj;
+  const float *norm, *in_bias, *conv_weight, *conv_bias, *dt_bias, *A, *D, *out_bias;
+
+  LayerWeights(const MambaStep& p, int64_t index) {
+    const int64_t model = padded_lanes(p.d_model), inner = padded_lanes(p.d_inner);
+    in_proj = static_cast<const S*>(p.weights) + index * p.weights_size();
+    x_proj = in_proj + 2 * p.d_inner * p.d_model;
+    dt_proj = x_proj + (p.dt_rank + 2 * p.d_state) * p.d_inner;
+    out_proj = dt_proj + p.d_inner * p.dt_rank;
+    norm = p.parameters + index * p.parameters_size();
+    in_bias = norm + model;
+    conv_weight = in_bias + 2 * inner;
+    conv_bias = conv_weight + p.d_conv * inner;
+    dt_bias = conv_bias + inner;
+    A = dt_bias + inner;
+    D = A + p.d_state * inner;
+    out_bias = D + inner;
+  }
+};
+
 // logits = weight . norm(hidden)
 struct MambaStepLogits {
   int64_t batch, d_model, vocab;

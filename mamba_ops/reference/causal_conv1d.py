@@ -5,6 +5,8 @@ import itertools
 import torch
 import torch.nn.functional as F
 
+from ._examples import borders, normal_numbers
+
 
 def causal_conv1d(x, weight, bias=None, *, activation=None, initial_state=None, seq_idx=None, cu_seqlens=None):
     """out[t] = act(bias + sum_k weight[k] x[t - width + 1 + k]), the sum staying inside t's sequence.
@@ -90,25 +92,12 @@ def example_inputs(
 
     packing is None, "seq_idx" (with padding) or "cu_seqlens" (with an empty sequence and a padded tail).
     """
-    device = device or torch.get_default_device()
-
-    def normal(*shape, dtype=dtype):
-        values = torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu")
-        return values.to(device=device, dtype=dtype)
-
+    normal = normal_numbers(dtype, device, generator)
     weight_dtype = weight_dtype or dtype
-    inputs = {"activation": activation}
-    sequences = batch
+    packed, batch, sequences = borders(packing, batch, seqlen, device)
+    inputs = {"activation": activation, **packed}
     if packing == "seq_idx":
-        ids = torch.arange(seqlen) * 3 // max(seqlen, 1) + torch.arange(batch)[:, None]
-        ids[:, seqlen - seqlen // 5 :] = -1
-        inputs["seq_idx"] = ids.to(device=device, dtype=torch.int32)
-    elif packing == "cu_seqlens":
-        batch, sequences = 1, 4
-        ends = [0, seqlen // 4, seqlen // 4, seqlen // 2, seqlen - seqlen // 5]
-        inputs["cu_seqlens"] = torch.tensor(ends, dtype=torch.int32, device=device)
-    elif packing is not None:
-        raise ValueError(f"packing must be None, 'seq_idx' or 'cu_seqlens', got {packing!r}")
+        inputs["seq_idx"][:, seqlen - seqlen // 5 :] = -1
     inputs["x"] = normal(batch, dim, seqlen)
     inputs["weight"] = normal(dim, width, dtype=weight_dtype)
     if bias:

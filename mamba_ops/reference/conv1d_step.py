@@ -3,6 +3,8 @@
 import torch
 import torch.nn.functional as F
 
+from ._examples import normal_numbers
+
 
 def conv1d_step(x, conv_state, weight, bias=None, *, activation=None):
     """out[t] = bias + sum_k weight[k] s[t + k + state_len - width + 1] over s = [conv_state, x], then maybe SiLU.
@@ -58,11 +60,7 @@ def example_inputs(
     activation="silu",
 ):
     """Small random arguments for conv1d_step; state_len defaults to width - 1, seqlen None is one token."""
-    device = device or torch.get_default_device()
-
-    def normal(*shape):
-        values = torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu")
-        return values.to(device=device, dtype=dtype)
+    normal = normal_numbers(dtype, device, generator)
 
     inputs = {
         "x": normal(batch, dim) if seqlen is None else normal(batch, dim, seqlen),

@@ -4,6 +4,8 @@ import itertools
 
 import torch
 
+from ._examples import borders, normal_numbers
+
 
 def linear_recurrence(
     x,
@@ -93,24 +95,11 @@ def example_inputs(
     packing is None, "seq_idx" or "cu_seqlens" (with an empty sequence and a padded tail). The initial state has the
     accumulation dtype.
     """
-    device = device or torch.get_default_device()
+    normal = normal_numbers(dtype, device, generator)
     acc = torch.float64 if dtype == torch.float64 else torch.float32
 
-    def normal(*shape, dtype=dtype):
-        values = torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu")
-        return values.to(device=device, dtype=dtype)
-
-    inputs = {"dim": dim, "reverse": reverse}
-    sequences = batch
-    if packing == "seq_idx":
-        ids = torch.arange(seqlen) * 3 // max(seqlen, 1) + torch.arange(batch)[:, None]
-        inputs["seq_idx"] = ids.to(device=device, dtype=torch.int32)
-    elif packing == "cu_seqlens":
-        batch, sequences = 1, 4
-        ends = [0, seqlen // 4, seqlen // 4, seqlen // 2, seqlen - seqlen // 5]
-        inputs["cu_seqlens"] = torch.tensor(ends, dtype=torch.int32, device=device)
-    elif packing is not None:
-        raise ValueError(f"packing must be None, 'seq_idx' or 'cu_seqlens', got {packing!r}")
+    packed, batch, sequences = borders(packing, batch, seqlen, device)
+    inputs = {"dim": dim, "reverse": reverse, **packed}
     shape = [batch, *channels]
     shape.insert(dim if dim >= 0 else len(shape) + 1 + dim, seqlen)
     inputs["x"] = normal(*shape)

@@ -3,6 +3,8 @@
 import torch
 import torch.nn.functional as F
 
+from ._examples import normal_numbers
+
 
 def mamba_step_(hidden, conv_states, ssm_states, layers, *, eps=1e-5, block=True):
     """hidden = hidden + mixer(norm(hidden)) for every layer; the states are advanced in place.
@@ -40,20 +42,16 @@ def example_layer(
     d_model=8, d_inner=16, d_state=4, d_conv=4, dt_rank=2, *, biases=True, dtype=torch.float32, generator=None
 ):
     """Small random arguments of ops.pack_layer."""
-
-    def normal(*shape, scale=1.0, dtype=dtype):
-        values = torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu") * scale
-        return values.to(device=torch.get_default_device(), dtype=dtype)
-
+    normal = normal_numbers(dtype, None, generator)
     layer = {
         "in_proj": normal(2 * d_inner, d_model, scale=d_model**-0.5),
         "x_proj": normal(dt_rank + 2 * d_state, d_inner, scale=d_inner**-0.5),
-        "dt_proj": normal(d_inner, dt_rank),
+        "dt_proj": normal(d_inner, dt_rank, scale=dt_rank**-0.5),
         "out_proj": normal(d_model, d_inner, scale=d_inner**-0.5),
         "conv_weight": normal(d_inner, d_conv, scale=0.5),
         "A": -0.2 - normal(d_inner, d_state, dtype=torch.float32).abs(),
         "D": normal(d_inner, dtype=torch.float32),
-        "dt_bias": normal(d_inner, dtype=torch.float32),
+        "dt_bias": normal(d_inner, dtype=torch.float32) - 2,  # small steps, as in models
         "norm_weight": 1 + normal(d_model, scale=0.2),
     }
     if biases:
@@ -66,11 +64,7 @@ def example_inputs(*, n_layer=3, batch=2, dtype=torch.float32, generator=None, *
     layers = [example_layer(dtype=dtype, generator=generator, **sizes) for _ in range(n_layer)]
     d_inner, d_state = layers[0]["A"].shape
     d_conv = layers[0]["conv_weight"].shape[1]
-
-    def normal(*shape):
-        values = torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu")
-        return values.to(device=torch.get_default_device(), dtype=dtype)
-
+    normal = normal_numbers(dtype, None, generator)
     return {
         "hidden": normal(batch, layers[0]["in_proj"].shape[1]),
         "conv_states": normal(n_layer, batch, d_inner, d_conv),

@@ -3,6 +3,8 @@
 import torch
 import torch.nn.functional as F
 
+from ._examples import normal_numbers
+
 
 def rms_norm(
     x,
@@ -67,11 +69,7 @@ def example_inputs(
     eps=1e-5,
 ):
     """Small random arguments for rms_norm."""
-    device = device or torch.get_default_device()
-
-    def normal(*shape):
-        values = torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu")
-        return values.to(device=device, dtype=dtype)
+    normal = normal_numbers(dtype, device, generator)
 
     inputs = {"x": normal(*shape, dim), "eps": eps, "group_size": group_size}
     inputs.update(norm_before_gate=norm_before_gate, residual_in_fp32=residual_in_fp32)

@@ -5,6 +5,8 @@ import itertools
 import torch
 import torch.nn.functional as F
 
+from ._examples import borders, normal_numbers
+
 
 def selective_scan(
     u,
@@ -84,13 +86,13 @@ def _scan(rows, A, D, delta_bias, delta_softplus, state, seq_idx):
     if delta_softplus:
         step = F.softplus(step)  # log1p(exp(x)) up to and at 20, x above
     outputs = [u.new_zeros(*u.shape[:2], 0)]
-    for t in range(u.shape[2]):
+    for t, (step_t, u_t, B_t, C_t) in enumerate(zip(*(x.unbind(-1) for x in (step, u, B, C)))):
         if seq_idx is not None and t > 0:
             starts = (seq_idx[:, t] != seq_idx[:, t - 1])[:, None, None]
             state = torch.where(starts, 0, state)
-        step_t = step[:, :, t, None]
-        state = torch.exp(step_t * A) * state + step_t * B[..., t] * u[:, :, t, None]
-        outputs.append((C[..., t] * state).sum(-1, keepdim=True))
+        step_t = step_t[..., None]
+        state = torch.exp(step_t * A) * state + step_t * B_t * u_t[..., None]
+        outputs.append((C_t * state).sum(-1, keepdim=True))
     y = torch.cat(outputs, dim=2) + D[:, None] * u
     return (y if z is None else y * F.silu(z)), state.clone()
 
@@ -121,23 +123,9 @@ def example_inputs(
     Parameters and states have the accumulation dtype.
     """
     acc = torch.float64 if dtype == torch.float64 else torch.float32
-    device = device or torch.get_default_device()
-
-    def normal(*shape, dtype=dtype):
-        values = torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu")
-        return values.to(device=device, dtype=dtype)
-
-    inputs = {"delta_softplus": delta_softplus}
-    sequences = batch
-    if packing == "seq_idx":
-        ids = torch.arange(seqlen) * 3 // max(seqlen, 1) + torch.arange(batch)[:, None]
-        inputs["seq_idx"] = ids.to(device=device, dtype=torch.int32)
-    elif packing == "cu_seqlens":
-        batch, sequences = 1, 4
-        ends = [0, seqlen // 4, seqlen // 4, seqlen // 2, seqlen - seqlen // 5]
-        inputs["cu_seqlens"] = torch.tensor(ends, dtype=torch.int32, device=device)
-    elif packing is not None:
-        raise ValueError(f"packing must be None, 'seq_idx' or 'cu_seqlens', got {packing!r}")
+    normal = normal_numbers(dtype, device, generator)
+    packed, batch, sequences = borders(packing, batch, seqlen, device)
+    inputs = {"delta_softplus": delta_softplus, **packed}
     shapes = {"constant": (dim, dstate), "shared": (batch, dstate, seqlen), "grouped": (batch, ngroups, dstate, seqlen)}
 
     inputs["u"] = normal(batch, dim, seqlen)

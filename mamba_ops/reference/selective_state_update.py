@@ -3,6 +3,8 @@
 import torch
 import torch.nn.functional as F
 
+from ._examples import normal_numbers
+
 
 def selective_state_update(state, x, dt, A, B, C, D=None, z=None, dt_bias=None, *, dt_softplus=False):
     """new_state = exp(step A) state + step x B;  out = (C . new_state + D x) silu(z), with step = dt + dt_bias.
@@ -64,11 +66,7 @@ def example_inputs(
     Parameters and state have the accumulation dtype.
     """
     acc = torch.float64 if dtype == torch.float64 else torch.float32
-    device = device or torch.get_default_device()
-
-    def normal(*shape, dtype=dtype):
-        values = torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu")
-        return values.to(device=device, dtype=dtype)
+    normal = normal_numbers(dtype, device, generator)
 
     channels = (headdim,) if nheads is None else (nheads, headdim)
     groups = () if nheads is None else (ngroups,)
