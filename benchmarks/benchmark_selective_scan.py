@@ -211,6 +211,16 @@ def in_fresh_process(bench, function):
         bench.remark(line)
 
 
+def limit_of_arithmetic(bench, limits):
+    threads, shape = bench.threads[0], (1, 1536, 16, 512)
+    polynomial, kernel = (limits.scan_seconds(threads, *shape, kernel=kernel) for kernel in (False, True))
+    if polynomial is not None:
+        bench.remark(
+            f"arithmetic limit at batch 1, dim 1536, seqlen 512, threads {threads}: {1e3 * polynomial:.2f} ms with the "
+            f"exponential by polynomial, as in the table; {1e3 * kernel:.2f} ms with the exponential of the kernels"
+        )
+
+
 def run(bench, limits):
     in_fresh_process(bench, first_call)
     in_fresh_process(bench, memory)
@@ -218,6 +228,7 @@ def run(bench, limits):
     others = peers.scans(missing)
     for text in missing:
         bench.remark(text)
+    limit_of_arithmetic(bench, limits)
     main = {}
     for shape in shapes.SCAN[bench.mode]:
         long = math.prod(shape) >= shapes.SCAN_LONG

@@ -9,6 +9,9 @@ import torch
 
 from . import native
 
+# The yardstick, whose exponential is a polynomial, and the same loops with the exponential of the kernels.
+LOOPS = ("scan_steps", "exponentials", "kernel_scan_steps", "kernel_exponentials")
+
 
 def load_loops():
     """The compiled loops of limits.cpp, or None where there is no compiler."""
@@ -16,7 +19,7 @@ def load_loops():
     if library is None:
         print("no C++ compiler: the arithmetic limits are not measured")
         return None
-    for name in ("scan_steps", "exponentials"):
+    for name in LOOPS:
         getattr(library, name).restype = ctypes.c_longlong
         getattr(library, name).argtypes = [ctypes.c_longlong]
     return library
@@ -41,16 +44,19 @@ def rate(function, threads, seconds=0.05):
 
 
 class Limits:
-    """scan_steps, exponentials (items a second; None without a compiler) by number of threads."""
+    """Items a second of the LOOPS by number of threads; None without a compiler."""
 
     def __init__(self, threads):
         library = load_loops()
-        self.scan_steps = {n: rate(library.scan_steps, n) if library else None for n in threads}
-        self.exponentials = {n: rate(library.exponentials, n) if library else None for n in threads}
+        self.rates = {
+            (name, n): rate(getattr(library, name), n) if library else None for name in LOOPS for n in threads
+        }
 
-    def scan_seconds(self, threads, batch, dim, dstate, seqlen):
+    def scan_seconds(self, threads, batch, dim, dstate, seqlen, kernel=False):
         """Arithmetic of the whole scan: state steps, and the exponentials of softplus and silu."""
-        if self.scan_steps[threads] is None:
+        prefix = "kernel_" if kernel else ""
+        steps, exponentials = (self.rates[prefix + name, threads] for name in ("scan_steps", "exponentials"))
+        if steps is None:
             return None
         tokens = batch * dim * seqlen
-        return tokens * dstate / self.scan_steps[threads] + 2 * tokens / self.exponentials[threads]
+        return tokens * dstate / steps + 2 * tokens / exponentials

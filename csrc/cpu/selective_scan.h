@@ -101,22 +101,15 @@ struct ScanSegments {
 
  private:
   void fill_packed(const SelectiveScanInputs& p, int64_t begin, int rows) {
-    int64_t low = 0, high = p.num_sequences;  // the first sequence that ends behind `begin`
-    while (low < high) {
-      const int64_t middle = (low + high) / 2;
-      if (load_index(p.cu_seqlens, middle + 1) > begin)
-        high = middle;
-      else
-        low = middle + 1;
-    }
+    int64_t sequence = sequence_of(p.cu_seqlens, p.num_sequences, begin);
     for (int i = 0; i < rows; ++i) {
-      while (low < p.num_sequences && load_index(p.cu_seqlens, low + 1) <= begin + i) ++low;
-      if (low == p.num_sequences) {
+      while (sequence < p.num_sequences && load_index(p.cu_seqlens, sequence + 1) <= begin + i) ++sequence;
+      if (sequence == p.num_sequences) {
         valid = i;
         return;
       }
-      if (load_index(p.cu_seqlens, low) == begin + i) start[i] = low;
-      if (load_index(p.cu_seqlens, low + 1) == begin + i + 1) end[i] = low;
+      if (load_index(p.cu_seqlens, sequence) == begin + i) start[i] = sequence;
+      if (load_index(p.cu_seqlens, sequence + 1) == begin + i + 1) end[i] = sequence;
     }
   }
 };

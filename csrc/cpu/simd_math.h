@@ -130,7 +130,7 @@ MAMBA_INLINE V exp2_fraction(V r) {
   }
 }
 
-// 2^x, the exponential of inner loops: within 2 units in the last place (float), exact at 0. Without AVX-512 results below 2^-126.5
+// 2^x, the exponential of inner loops: within 2.5 units in the last place (float), exact at 0. Without AVX-512 results below 2^-126.5
 // (double: 2^-1022.5) are 0 and those from 2^127.5 (2^1023.5) on infinite, which saves the second scaling.
 template <class V>
 MAMBA_INLINE V exp2(V x) {
