@@ -207,13 +207,24 @@ MAMBA_INLINE Vec<T> get(const E* from, int lanes, Whole) {
 
 enum class Output { none, store, stream };
 
+// The CPU's own conversion to bf16 takes subnormal numbers for 0, which FlushSubnormals makes of them too.
 template <Output How, class V, class E, class Whole>
 MAMBA_INLINE void put(E* to, V from, int lanes, Whole) {
   if constexpr (How == Output::none)
     return;
   else if constexpr (!Whole::value)
-    store_partial(to, from, lanes);
-  else if constexpr (How == Output::stream)
+    return store_partial(to, from, lanes);
+#if MAMBA_CPU_AVX512
+  if constexpr (std::is_same_v<E, bf16> && sizeof(Lane<V>) == 4) {
+    if (bf16_instructions) {
+      __m256i narrow;
+      asm("vcvtneps2bf16 %1, %0" : "=v"(narrow) : "v"(from));
+      return How == Output::stream ? _mm256_stream_si256(reinterpret_cast<__m256i*>(to), narrow)
+                                   : _mm256_storeu_si256(reinterpret_cast<__m256i_u*>(to), narrow);
+    }
+  }
+#endif
+  if constexpr (How == Output::stream)
     stream_as(to, from);
   else
     store_as(to, from);
