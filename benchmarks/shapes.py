@@ -29,7 +29,12 @@ SCAN_MEMORY = (1, 1536, 16, 8192)
 # d_model, batch, seqlen
 LAYER = {"quick": [(768, 1, 512), (768, 1, 2048)], "full": [(768, 1, 512), (768, 1, 2048), (768, 8, 512)]}
 
-THREADS = {"selective_scan": (1, 1536, 16, 2048), "causal_conv1d": (8, 1536, 2048, 4), "rms_norm": (4096, 2048)}
+THREADS = {
+    "selective_scan": (1, 1536, 16, 2048),
+    "causal_conv1d": (8, 1536, 2048, 4),
+    "rms_norm": (4096, 2048),
+    "rms_norm, gated": (4096, 768),
+}
 
 # batch, seqlen, channels
 RECURRENCE = {

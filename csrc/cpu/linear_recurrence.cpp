@@ -19,15 +19,8 @@ class Forward {
         streaming(params.rows * params.lanes * params.seqlen * static_cast<int64_t>(sizeof(S)) >= streamed_bytes) {}
 
   void run() const {
-    parallel_for(
-        plan.tasks,
-        [&](int64_t begin, int64_t end) {
-          const FlushSubnormals flush;
-          const Scratch<T> memory(plan.block + (plan.wide ? 0 : 3 * tile));
-          for (int64_t index = begin; index < end; ++index) sweep(plan.task(p, index), memory.get());
-          if (streaming) end_streaming();
-        },
-        serial_tasks(p, plan));
+    run_tasks<T>(p, plan, plan.block + (plan.wide ? 0 : 3 * tile), streaming,
+                 [&](const RecurrenceTask& task, T* memory) { sweep(task, memory); });
   }
 
  private:
@@ -55,22 +48,28 @@ class Forward {
     if (plan.wide) {
       const auto out = rows_of<S>(p, p.states, task, t);
       const auto x = rows_of<const S>(p, p.x, task, t), gates = rows_of<const S>(p, p.gates, task, t);
-      if (!p.states) return steps<Output::none, S>(task, state, t, count, x, gates, out);
-      if (streaming && streams(out, task.lanes)) return steps<Output::stream, S>(task, state, t, count, x, gates, out);
-      return steps<Output::store, S>(task, state, t, count, x, gates, out);
+      if (!p.states) return steps<Output::none, S>(task, state, t, count, x, gates, out, [](int) {});
+      if (streaming && streams(out, task.lanes)) return steps<Output::stream, S>(task, state, t, count, x, gates, out, [](int) {});
+      return steps<Output::store, S>(task, state, t, count, x, gates, out, [](int) {});
     }
     T *const x = state + vl, *const gates = x + tile, *const out = gates + tile;
     const auto x_rows = load_rows(p, x, p.x, task, t, count), gate_rows = load_rows(p, gates, p.gates, task, t, count);
     const RecurrenceTask whole{task.row, task.lane, vl, task.run};
-    steps<Output::store, T>(whole, state, t, count, x_rows, gate_rows, tile_rows(p.states, out, count));
-    store_rows(p, out, p.states, task, t, count);
+    const Pieces<T> next_x(p, p.x, task, t + count), next_gates(p, p.gates, task, t + count);
+    steps<Output::store, T>(whole, state, t, count, x_rows, gate_rows, tile_rows(p.states, out, count),
+                            [&](int i) __attribute__((always_inline)) {
+                              next_x.ask(i);
+                              next_gates.ask(i);
+                            });
+    store_rows<S>(p, out, p.states, task, t, count, streaming);
   }
 
-  template <Output How, class E>
-  void steps(const RecurrenceTask& task, T* state, int64_t t, int count, LaneRows<const E> x, LaneRows<const E> gates,
-             LaneRows<E> out) const {
+  template <Output How, class E, class F>
+  void steps(const RecurrenceTask& task, T* state, int64_t t, int count, LaneRows<const E> x, LaneRows<const E> gates, LaneRows<E> out,
+             const F& ask) const {
     const int64_t x_ahead = bytes_ahead(x, task.lanes), gates_ahead = bytes_ahead(gates, task.lanes);
     for (int i = 0; i < count; ++i) {
+      ask(i);
       if (recurrence_restarts(p, task.row, t + i)) clear_states(state, task.lanes);
       const E *const x_row = x[i], *const gate_row = gates[i];
       E* const out_row = out[i];

@@ -42,7 +42,7 @@ struct RecurrencePlan {
     runs = recurrence_runs(p);
     block = width;
     if (wide) {
-      constexpr int64_t wanted_tasks = 64;
+      constexpr int64_t wanted_tasks = 16;  // more would make rows so short that memory gets slow
       const int64_t unit = 4 * width, groups = p.rows * runs;
       const int64_t share = groups >= wanted_tasks ? p.lanes : p.lanes * groups / wanted_tasks;
       block = (share + unit - 1) / unit * unit;
@@ -126,13 +126,52 @@ LaneRows<const T> load_rows(const LinearRecurrenceInputs& p, T* tile, const Recu
   return tile_rows<const T>(view, tile, count);
 }
 
-template <class T>
+// Tiles that are transposed into whole cache lines, past the caches. False, and nothing done, where they are not.
+template <class S, class T>
+bool stream_times(const T* tile, char* to, int64_t lane_stride, int count) {
+  constexpr int width = Simd<T>::width;
+  if constexpr (width * sizeof(S) != 64 || !std::is_same_v<S, T>) {
+    return false;
+  } else {
+    if (!is_line(to) || lane_stride % width != 0 || count % width != 0) return false;
+    for (int i = 0; i < count; i += width) {
+      Vec<T> rows[width];
+      for (int j = 0; j < width; ++j) rows[j] = load(tile + (i + j) * width);
+      transpose(rows);
+      for (int j = 0; j < width; ++j) stream_as(reinterpret_cast<S*>(to) + j * lane_stride + i, rows[j]);
+    }
+    return true;
+  }
+}
+
+template <class S, class T>
 void store_rows(const LinearRecurrenceInputs& p, const T* tile, const RecurrenceView& view, const RecurrenceTask& task, int64_t t,
-                int count) {
+                int count, bool stream) {
   if (!view) return;
   const int64_t first = view.time < 0 ? t + count - 1 : t, step = view.time < 0 ? -view.time : view.time;
-  store_tile(tile, address(p, view, task.row, task.lane, first), view.dtype, step, view.lane, count, task.lanes);
+  void* const to = address(p, view, task.row, task.lane, first);
+  if (stream && step == 1 && task.lanes == Simd<T>::width && stream_times<S>(tile, static_cast<char*>(to), view.lane, count)) return;
+  store_tile(tile, to, view.dtype, step, view.lane, count, task.lanes);
 }
+
+// The memory of a chunk that goes through a tile, to be asked for piece by piece, a cache line a step, while another chunk is at work.
+template <class T>
+class Pieces {
+ public:
+  Pieces(const LinearRecurrenceInputs& p, const RecurrenceView& view, const RecurrenceTask& task, int64_t t)
+      : from_(view ? static_cast<const char*>(address(p, view, task.row, task.lane, t)) : nullptr),
+        lane_(view.lane * size_of(view.dtype)),
+        time_(view.time * size_of(view.dtype)) {}
+
+  MAMBA_INLINE void ask(int64_t step) const {
+    constexpr int64_t width = Simd<T>::width;
+    if (from_) prefetch<2>(from_, step % width * lane_ + step / width * width * time_);
+  }
+
+ private:
+  const char* from_;
+  int64_t lane_, time_;
+};
 
 // Whether whole cache lines of the block's rows may pass by the caches.
 template <class E>
@@ -168,13 +207,24 @@ MAMBA_INLINE Vec<T> get(const E* from, int lanes, Whole) {
 
 enum class Output { none, store, stream };
 
+// The CPU's own conversion to bf16 takes subnormal numbers for 0, which FlushSubnormals makes of them too.
 template <Output How, class V, class E, class Whole>
 MAMBA_INLINE void put(E* to, V from, int lanes, Whole) {
   if constexpr (How == Output::none)
     return;
   else if constexpr (!Whole::value)
-    store_partial(to, from, lanes);
-  else if constexpr (How == Output::stream)
+    return store_partial(to, from, lanes);
+#if MAMBA_CPU_AVX512
+  if constexpr (std::is_same_v<E, bf16> && sizeof(Lane<V>) == 4) {
+    if (bf16_instructions) {
+      __m256i narrow;
+      asm("vcvtneps2bf16 %1, %0" : "=v"(narrow) : "v"(from));
+      return How == Output::stream ? _mm256_stream_si256(reinterpret_cast<__m256i*>(to), narrow)
+                                   : _mm256_storeu_si256(reinterpret_cast<__m256i_u*>(to), narrow);
+    }
+  }
+#endif
+  if constexpr (How == Output::stream)
     stream_as(to, from);
   else
     store_as(to, from);
@@ -194,6 +244,20 @@ void dispatch(const Params& params, F&& f) {
 inline int64_t serial_tasks(const LinearRecurrenceInputs& p, const RecurrencePlan& plan) {
   const int64_t numbers = plan.block * (p.seqlen / (plan.runs > 1 ? plan.runs - 1 : 1));
   return numbers > 0 ? 16384 / numbers : 64;
+}
+
+// Calls sweep(task, memory) for every task, on all threads; `memory`: `numbers` of them to work in.
+template <class T, class F>
+void run_tasks(const LinearRecurrenceInputs& p, const RecurrencePlan& plan, int64_t numbers, bool streaming, const F& sweep) {
+  parallel_for(
+      plan.tasks,
+      [&](int64_t begin, int64_t end) {
+        const FlushSubnormals flush;
+        const Scratch<T> memory(numbers);
+        for (int64_t index = begin; index < end; ++index) sweep(plan.task(p, index), memory.get());
+        if (streaming) end_streaming();
+      },
+      serial_tasks(p, plan));
 }
 
 }  // namespace

@@ -12,7 +12,7 @@ class Backward {
   using T = std::conditional_t<std::is_same_v<S, double>, double, float>;
   using V = Vec<T>;
   static constexpr int vl = Simd<T>::width;
-  static constexpr int64_t most_lanes = 128, tile = recurrence_chunk * vl;
+  static constexpr int64_t most_lanes = 256, tile = recurrence_chunk * vl;
 
   explicit Backward(const LinearRecurrenceBwd& params)
       : p(params),
@@ -23,15 +23,8 @@ class Backward {
         streaming(params.rows * params.lanes * params.seqlen * static_cast<int64_t>(sizeof(S)) >= streamed_bytes) {}
 
   void run() const {
-    parallel_for(
-        plan.tasks,
-        [&](int64_t begin, int64_t end) {
-          const FlushSubnormals flush;
-          const Scratch<T> memory((2 + 2 * recurrence_chunk) * plan.block + (plan.wide ? 0 : 5 * tile));
-          for (int64_t index = begin; index < end; ++index) sweep(plan.task(p, index), memory.get());
-          if (streaming) end_streaming();
-        },
-        serial_tasks(p, plan));
+    run_tasks<T>(p, plan, (2 + 2 * recurrence_chunk) * plan.block + (plan.wide ? 0 : 5 * tile), streaming,
+                 [&](const RecurrenceTask& task, T* memory) { sweep(task, memory); });
   }
 
  private:
@@ -65,8 +58,8 @@ class Backward {
 
   void chunk(const RecurrenceTask& task, const Work& work, int64_t t, int count) const {
     if (plan.wide) {
-      recompute<S>(task, work, t, count, rows_of<const S>(p, p.x, task, t), rows_of<const S>(p, p.gates, task, t));
       const auto dstates = rows_of<const S>(p, p.dstates, task, t);
+      recompute<S>(task, work, t, count, rows_of<const S>(p, p.x, task, t), rows_of<const S>(p, p.gates, task, t), dstates, [](int) {});
       const auto dx = rows_of<S>(p, p.dx, task, t), dgates = rows_of<S>(p, p.dgates, task, t);
       if (streaming && streams(dx, task.lanes) && streams(dgates, task.lanes))
         return reverse<Output::stream, S>(task, work, t, count, dstates, dx, dgates);
@@ -75,21 +68,34 @@ class Backward {
     const RecurrenceTask whole{task.row, task.lane, vl, task.run};
     T *const x = work.tiles, *const gates = x + tile, *const dstates = gates + tile, *const dx = dstates + tile, *const dgates = dx + tile;
     const auto x_rows = load_rows(p, x, p.x, task, t, count), gate_rows = load_rows(p, gates, p.gates, task, t, count);
-    recompute<T>(whole, work, t, count, x_rows, gate_rows);
+    const Pieces<T> more_x(p, p.x, task, t - recurrence_chunk), more_gates(p, p.gates, task, t - recurrence_chunk);
+    const Pieces<T> more_dstates(p, p.dstates, task, t);
+    recompute<T>(whole, work, t, count, x_rows, gate_rows, {}, [&](int i) __attribute__((always_inline)) {
+      more_x.ask(i);
+      more_gates.ask(i);
+      more_dstates.ask(i);
+    });
     const auto dstate_rows = load_rows(p, dstates, p.dstates, task, t, count);
     reverse<Output::store, T>(whole, work, t, count, dstate_rows, tile_rows(p.dx, dx, count), tile_rows(p.dgates, dgates, count));
-    store_rows(p, dx, p.dx, task, t, count);
-    store_rows(p, dgates, p.dgates, task, t, count);
+    store_rows<S>(p, dx, p.dx, task, t, count, streaming);
+    store_rows<S>(p, dgates, p.dgates, task, t, count, streaming);
   }
 
-  template <class E>
-  void recompute(const RecurrenceTask& task, const Work& work, int64_t t, int count, LaneRows<const E> x, LaneRows<const E> gates) const {
+  // Meanwhile memory is asked for what comes next: this chunk's dstates, x and gates of the one before.
+  template <class E, class F>
+  void recompute(const RecurrenceTask& task, const Work& work, int64_t t, int count, LaneRows<const E> x, LaneRows<const E> gates,
+                 LaneRows<const E> dstates, const F& ask) const {
+    constexpr int64_t chunk_rows = recurrence_chunk * sizeof(E);
     for (int i = 0; i < count; ++i) {
+      ask(i);
       if (recurrence_restarts(p, task.row, t + i)) clear_states(work.state, task.lanes);
       T *const entering = work.entering + i * plan.block, *const kept = work.gates + i * plan.block;
-      const E *const x_row = x[i], *const gate_row = gates[i];
+      const E *const x_row = x[i], *const gate_row = gates[i], *const dstate_row = dstates.data ? dstates[i] : nullptr;
       for_each_vector<T>(task.lanes, [&](int lane, int lanes, auto whole) __attribute__((always_inline)) {
         const V g = gate<Sigmoid>(get<T>(gate_row + lane, lanes, whole)), h = load(work.state + lane);
+        prefetch<2>(x_row + lane, -x.step * chunk_rows);
+        prefetch<2>(gate_row + lane, -gates.step * chunk_rows);
+        if (dstate_row) prefetch<2>(dstate_row + lane, 0);
         store(entering + lane, h);
         store(kept + lane, g);
         store(work.state + lane, g * h + get<T>(x_row + lane, lanes, whole));

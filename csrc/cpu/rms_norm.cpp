@@ -1,5 +1,5 @@
-// RMS norm, forward. Rows go through in small blocks: first the sums of squares, in the pass that adds the residual and applies a gate that
-// comes first, then the outputs, from the first-level cache.
+// RMS norm, forward, row by row: first the sum of squares, in the pass that adds the residual and applies a gate that comes first, then the
+// outputs, from the first-level cache.
 #include "cpu/rms_norm.h"
 
 namespace mamba::cpu::MAMBA_CPU_LEVEL {
@@ -8,7 +8,7 @@ namespace {
 template <class S>
 struct Forward : Norm<S, RmsNormFwd> {
   using Base = Norm<S, RmsNormFwd>;
-  using Base::Base, Base::p, Base::n, Base::pad, Base::groups, Base::width, Base::weight, Base::bias, Base::streaming, Base::block_bytes;
+  using Base::Base, Base::p, Base::n, Base::pad, Base::groups, Base::width, Base::weight, Base::bias, Base::streaming;
   using typename Base::T, typename Base::V;
 
   void run() const {
@@ -31,41 +31,30 @@ struct Forward : Norm<S, RmsNormFwd> {
     using From = std::conditional_t<in_place, S, T>;
     const Rows<T, S> x(p.rows, p.x, n), z(p.rows, p.z, n), out(p.rows, p.out, n);
     const Rows<T, R> residual(p.rows, p.residual, n), residual_out(p.rows, p.residual_out, n);
-    const Scratch<T> normed(in_place ? 0 : rows_at_once * pad);
-    for (int64_t first = begin; first < end; first += rows_at_once) {
-      const int count = static_cast<int>(end - first < rows_at_once ? end - first : rows_at_once);
+    const Scratch<T> normed(in_place ? 0 : pad);
+    for (int64_t row = begin; row < end; ++row) {
       for (int64_t g = 0; g < groups; ++g) {
-        const From* from[rows_at_once];
-        const S *given[rows_at_once], *gates[rows_at_once];
-        T scales[rows_at_once];
-        for (int i = 0; i < count; ++i) {
-          const int64_t row = first + i;
-          given[i] = x.read(row, g, i);
-          gates[i] = z.read(row, g, i);
-          R* sums = residual_out.target(row, g, i);
-          T* to = normed.get() + i * pad;
-          const T squares = this->squares<Residual, R, GateFirst>(given[i], residual.read(row, g, i), gates[i], sums, to,
-                                                                  streaming && residual_out.is_lines(sums));
-          if constexpr (Residual) residual_out.done(row, g, i);
-          if constexpr (in_place)
-            from[i] = given[i];
-          else
-            from[i] = to;
-          // rms = sqrt(mean(v^2) + eps)
-          const T rms = sqrt(broadcast(squares / static_cast<T>(n) + static_cast<T>(p.eps)))[0];
-          static_cast<T*>(p.rms.data)[row_offset(p.rows, p.rms, row) + g * p.rms.column] = rms;
-          scales[i] = T(1) / rms;
-        }
-        for (int i = 0; i < count; ++i) {
-          S* to = out.target(first + i, g, i);
-          with_flags(
-              [&](auto biased, auto gated) {
-                write<biased.value, gated.value>(from[i], broadcast(scales[i]), weight.group(g), bias.group(g), gates[i], to, given[i],
-                                                 streaming && out.is_lines(to));
-              },
-              bool{p.bias}, p.z && p.norm_before_gate);
-          out.done(first + i, g, i);
-        }
+        const S *const given = x.read(row, g), *const gates = z.read(row, g);
+        R* const sums = residual_out.target(row, g);
+        const T total = squares<Residual, R, GateFirst>(given, residual.read(row, g), gates, sums, normed.get(),
+                                                        streaming && residual_out.is_lines(sums));
+        if constexpr (Residual) residual_out.done(row, g);
+        const From* from;
+        if constexpr (in_place)
+          from = given;
+        else
+          from = normed.get();
+        // rms = sqrt(mean(v^2) + eps)
+        const T rms = sqrt(broadcast(total / static_cast<T>(n) + static_cast<T>(p.eps)))[0];
+        static_cast<T*>(p.rms.data)[row_offset(p.rows, p.rms, row) + g * p.rms.column] = rms;
+        S* const to = out.target(row, g);
+        with_flags(
+            [&](auto biased, auto gated) {
+              write<biased.value, gated.value>(from, broadcast(T(1) / rms), weight.group(g), bias.group(g), gates, to,
+                                               streaming && out.is_lines(to));
+            },
+            bool{p.bias}, p.z && p.norm_before_gate);
+        out.done(row, g);
       }
     }
   }
@@ -91,10 +80,9 @@ struct Forward : Norm<S, RmsNormFwd> {
 
   // out = v / rms * weight + bias, times silu(z) where the gate comes last
   template <bool Biased, bool Gated, class From>
-  void write(const From* v, V scale, const T* w, const T* b, const S* z, S* out, const S* x, bool stream) const {
+  void write(const From* v, V scale, const T* w, const T* b, const S* z, S* out, bool stream) const {
     for_lines<T, S>(pad, [&](int64_t k, auto vectors) __attribute__((always_inline)) {
       V values[vectors.value];
-      prefetch(x + k, block_bytes);
       for (int i = 0; i < vectors.value; ++i) {
         const int64_t at = k + i * width;
         V value = load_as<T>(v + at) * scale * load(w + at);

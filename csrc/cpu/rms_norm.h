@@ -13,7 +13,6 @@ namespace mamba::cpu::MAMBA_CPU_LEVEL {
 namespace {
 
 constexpr int64_t serial_columns = 16384;  // below this many numbers one thread is faster than two
-constexpr int rows_at_once = 4;            // rows that share the waiting for a sum, and the weights' way through the registers
 
 template <class T>
 int64_t padded(int64_t count) {
@@ -72,31 +71,30 @@ class Rows {
         count_(count),
         pad_(padded<T>(count)),
         direct_(!view || (view.dtype == dtype_of<E>() && view.column == 1 && count == pad_)),
-        buffer_(direct_ ? 0 : rows_at_once * pad_) {}
+        buffer_(direct_ ? 0 : pad_) {}
 
   explicit operator bool() const { return static_cast<bool>(view_); }
   // Whether rows are written to memory at once, whole cache lines from `to` on.
   bool is_lines(const E* to) const { return direct_ && is_line(to); }
 
-  // The slot-th row at hand; null for an absent operand.
-  const E* read(int64_t row, int64_t group, int slot) const {
+  // Null for an absent operand.
+  const E* read(int64_t row, int64_t group) const {
     if (direct_) return place(row, group);
-    E* to = buffer_.get() + slot * pad_;
     dispatch([&](auto tag) {
       using S = typename decltype(tag)::type;
-      gather<T>(to, static_cast<const S*>(view_.data) + offset(row, group), view_.column, count_);
+      gather<T>(buffer_.get(), static_cast<const S*>(view_.data) + offset(row, group), view_.column, count_);
     });
-    return to;
+    return buffer_.get();
   }
 
   // Where to write a row, which done() brings home.
-  E* target(int64_t row, int64_t group, int slot) const { return direct_ ? place(row, group) : buffer_.get() + slot * pad_; }
+  E* target(int64_t row, int64_t group) const { return direct_ ? place(row, group) : buffer_.get(); }
 
-  void done(int64_t row, int64_t group, int slot) const {
+  void done(int64_t row, int64_t group) const {
     if (direct_) return;
     dispatch([&](auto tag) {
       using S = typename decltype(tag)::type;
-      scatter<T>(static_cast<S*>(view_.data) + offset(row, group), buffer_.get() + slot * pad_, view_.column, count_);
+      scatter<T>(static_cast<S*>(view_.data) + offset(row, group), buffer_.get(), view_.column, count_);
     });
   }
 
@@ -182,9 +180,6 @@ struct Norm {
   const int64_t n = p.group_size, pad = padded<T>(n), groups = n ? p.dim / n : 0;
   const Parameter<T> weight, bias;
   const bool streaming;
-  // From a row of x (and of whatever lies as x does) to the one that comes next to the same place: memory is read while outputs are
-  // computed.
-  const int64_t block_bytes = p.rows.axes ? rows_at_once * p.x.stride[p.rows.axes - 1] * static_cast<int64_t>(sizeof(S)) : 0;
 };
 
 }  // namespace

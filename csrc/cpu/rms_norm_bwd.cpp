@@ -1,5 +1,5 @@
-// RMS norm, backward. Rows go through in small blocks: a first pass reads everything and sums, over each row for dx and over the rows for
-// dweight and dbias; a second one writes the gradients of the row from the first-level cache.
+// RMS norm, backward, row by row, so that memory is read in order: a first pass reads everything and sums over the row; a second one writes
+// the gradients of the row from the first-level cache and adds to those of weight and bias.
 #include "cpu/rms_norm.h"
 
 namespace mamba::cpu::MAMBA_CPU_LEVEL {
@@ -7,16 +7,18 @@ namespace {
 
 enum class Gate { none, first, last };
 
+constexpr int64_t ahead = 4096;  // bytes; memory is asked for here, because the pass that writes gives the processor no hint
+
 // Two-stage sums over rows: blocks whose size depends on the row count only, then the blocks in order.
 int64_t rows_per_block(int64_t rows) {
   const int64_t even = (rows + 255) / 256;
-  return even > 32 ? (even + rows_at_once - 1) / rows_at_once * rows_at_once : 32;
+  return even > 32 ? even : 32;
 }
 
 template <class S>
 struct Backward : Norm<S, RmsNormBwd> {
   using Base = Norm<S, RmsNormBwd>;
-  using Base::p, Base::n, Base::pad, Base::groups, Base::width, Base::weight, Base::bias, Base::streaming, Base::block_bytes;
+  using Base::p, Base::n, Base::pad, Base::groups, Base::width, Base::weight, Base::bias, Base::streaming;
   using typename Base::T, typename Base::V;
 
   explicit Backward(const RmsNormBwd& params)
@@ -55,7 +57,7 @@ struct Backward : Norm<S, RmsNormBwd> {
           dresidual_out(norm.p.rows, norm.p.dresidual_out, norm.n),
           dresidual(norm.p.rows, norm.p.dresidual, norm.n),
           zeros(norm.pad),
-          kept(5 * rows_at_once * norm.pad) {
+          kept(5 * norm.pad) {
       for (int64_t k = 0; k < norm.pad; ++k) zeros.get()[k] = S{};
     }
 
@@ -68,9 +70,7 @@ struct Backward : Norm<S, RmsNormBwd> {
         for (int64_t k = 0; dw && k < size; ++k) dw[k] = 0;
         for (int64_t k = 0; db && k < size; ++k) db[k] = 0;
         const int64_t last = (block + 1) * norm.per_block < p.rows.count ? (block + 1) * norm.per_block : p.rows.count;
-        int64_t row = block * norm.per_block;
-        for (; row + rows_at_once <= last; row += rows_at_once) rows<rows_at_once>(row, dw, db);
-        for (; row < last; ++row) rows<1>(row, dw, db);
+        for (int64_t row = block * norm.per_block; row < last; ++row) backward(row, dw, db);
       }
     }
 
@@ -81,47 +81,43 @@ struct Backward : Norm<S, RmsNormBwd> {
       const R* residual;
       T *s, *v, *grad, *factor, *slope;
       S *dx, *dz;
+      const R* more;  // the gradient of the sum, from elsewhere
+      T* dresidual;
       bool stream_dx, stream_dz;
       T scale;
     };
 
-    template <int Count>
-    void rows(int64_t first, T* dweight, T* dbias) const {
+    void backward(int64_t index, T* dweight, T* dbias) const {
       const auto& p = norm.p;
       for (int64_t g = 0; g < norm.groups; ++g) {
-        Row at[Count];
-        for (int i = 0; i < Count; ++i) at[i] = open(first + i, g, i);
-        T dots[Count];
+        const Row row = open(index, g);
+        const T mean = dot(row, g) / static_cast<T>(norm.n);
         const int64_t offset = g * norm.pad;
         with_flags(
             [&](auto weighted, auto biased) {
-              sums<Count, weighted.value, biased.value>(at, g, weighted.value ? dweight + offset : nullptr,
-                                                        biased.value ? dbias + offset : nullptr, dots);
+              gradients<weighted.value, biased.value>(row, g, mean, weighted.value ? dweight + offset : nullptr,
+                                                      biased.value ? dbias + offset : nullptr);
             },
             dweight != nullptr, dbias != nullptr);
-        for (int i = 0; i < Count; ++i) {
-          const int64_t row = first + i;
-          gradients(at[i], g, dots[i], dresidual_out.read(row, g, i), dresidual ? dresidual.target(row, g, i) : nullptr);
-          dx.done(row, g, i);
-          if (p.dz) dz.done(row, g, i);
-          if (p.dresidual) dresidual.done(row, g, i);
-        }
+        dx.done(index, g);
+        if (p.dz) dz.done(index, g);
+        if (p.dresidual) dresidual.done(index, g);
       }
     }
 
-    Row open(int64_t row, int64_t g, int i) const {
+    Row open(int64_t row, int64_t g) const {
       const auto& p = norm.p;
-      T* memory = kept.get() + 5 * i * norm.pad;
+      T* memory = kept.get();
       T rms = 0;
       dispatch_floating(p.rms.dtype, [&](auto tag) {
         const auto* from = static_cast<const typename decltype(tag)::type*>(p.rms.data);
         rms = load_scalar<T>(from + row_offset(p.rows, p.rms, row) + g * p.rms.column);
       });
-      S *const dx_row = dx.target(row, g, i), *const dz_row = dz.target(row, g, i);
-      return {.x = x.read(row, g, i),
-              .dout = dout ? dout.read(row, g, i) : zeros.get(),
-              .z = z.read(row, g, i),
-              .residual = residual.read(row, g, i),
+      S *const dx_row = dx.target(row, g), *const dz_row = dz.target(row, g);
+      return {.x = x.read(row, g),
+              .dout = dout ? dout.read(row, g) : zeros.get(),
+              .z = z.read(row, g),
+              .residual = residual.read(row, g),
               .s = memory,
               .v = memory + norm.pad,
               .grad = memory + 2 * norm.pad,
@@ -129,79 +125,75 @@ struct Backward : Norm<S, RmsNormBwd> {
               .slope = memory + 4 * norm.pad,
               .dx = dx_row,
               .dz = dz_row,
+              .more = dresidual_out.read(row, g),
+              .dresidual = dresidual ? dresidual.target(row, g) : nullptr,
               .stream_dx = norm.streaming && dx.is_lines(dx_row),
               .stream_dz = norm.streaming && dz.is_lines(dz_row),
               .scale = T(1) / rms};
     }
 
-    // v = s or s silu(z) with s = x + residual; grad = dout or dout silu(z); dots = sum_k grad weight v; dweight += grad v / rms, dbias +=
-    // grad
-    template <int Count, bool Weighted, bool Biased>
-    void sums(const Row (&at)[Count], int64_t g, T* dweight, T* dbias, T (&dots)[Count]) const {
+    // v = s or s silu(z) with s = x + residual; grad = dout or dout silu(z); the sum of grad weight v. (The row by value: no store changes
+    // it.)
+    T dot(Row row, int64_t g) const {
       const T *weight = norm.weight.group(g), *bias = norm.bias.group(g);
-      V sum[Count];
-      for (int i = 0; i < Count; ++i) sum[i] = zero<T>();
-      for_lines<T, S>(norm.pad, [&](int64_t first, auto vectors) __attribute__((always_inline)) {
-        V dz[Count][vectors.value];
-        for (int n = 0; n < vectors.value; ++n) {
-          const int64_t k = first + n * width;
+      return sum_lines<T, S>(norm.pad, [&](int64_t first, auto vectors) __attribute__((always_inline)) {
+        V dz[vectors.value], sum = zero<T>();
+        prefetch<2>(row.x + first, ahead);
+        prefetch<2>(row.dout + first, ahead);
+        if constexpr (Residual) prefetch<2>(row.residual + first, ahead);
+        if constexpr (gate != Gate::none) prefetch<2>(row.z + first, ahead);
+        for (int i = 0; i < vectors.value; ++i) {
+          const int64_t k = first + i * width;
           const V w = load(weight + k);
-          V dw = zero<T>(), db = dw;
-          for (int i = 0; i < Count; ++i) {
-            const Row& row = at[i];
-            V v = load_as<T>(row.x + k), grad = load_as<T>(row.dout + k);
-            if constexpr (Residual) {
-              v += load_as<T>(row.residual + k);
-              store(row.s + k, v);
-            }
-            if constexpr (gate != Gate::none) {
-              const auto [factor, slope] = silu_with_slope_for<S>(load_as<T>(row.z + k));
-              if constexpr (gate == Gate::first) {
-                v *= factor;
-                store(row.v + k, v);
-                store(row.factor + k, factor);
-                store(row.slope + k, slope);
-              } else {  // dz = dout y silu'(z)
-                const V y = v * row.scale * w + load(bias + k);
-                dz[i][n] = grad * y * slope;
-                grad *= factor;
-                store(row.grad + k, grad);
-              }
-            }
-            const V product = grad * v;
-            sum[i] += product * w;
-            if constexpr (Weighted) dw += product * row.scale;
-            if constexpr (Biased) db += grad;
+          V v = load_as<T>(row.x + k), grad = load_as<T>(row.dout + k);
+          if constexpr (Residual) {
+            v += load_as<T>(row.residual + k);
+            store(row.s + k, v);
           }
-          if constexpr (Weighted) store(dweight + k, load(dweight + k) + dw);
-          if constexpr (Biased) store(dbias + k, load(dbias + k) + db);
+          if constexpr (gate != Gate::none) {
+            const auto [factor, slope] = silu_with_slope_for<S>(load_as<T>(row.z + k));
+            if constexpr (gate == Gate::first) {
+              v *= factor;
+              store(row.v + k, v);
+              store(row.factor + k, factor);
+              store(row.slope + k, slope);
+            } else {  // dz = dout y silu'(z)
+              const V y = v * row.scale * w + load(bias + k);
+              dz[i] = grad * y * slope;
+              grad *= factor;
+              store(row.grad + k, grad);
+            }
+          }
+          sum += grad * v * w;
         }
-        for (int i = 0; gate == Gate::last && i < Count; ++i) store_group(at[i].dz + first, dz[i], at[i].stream_dz);
+        if constexpr (gate == Gate::last) store_group(row.dz + first, dz, row.stream_dz);
+        return sum;
       });
-      for (int i = 0; i < Count; ++i) dots[i] = mamba::cpu::MAMBA_CPU_LEVEL::sum(sum[i]);
     }
 
-    // dv = (grad weight - v mean(grad weight v) / rms^2) / rms
-    void gradients(const Row& row, int64_t g, T dot, const R* more, T* dresidual) const {
+    // dv = (grad weight - v mean(grad weight v) / rms^2) / rms; dweight += grad v / rms, dbias += grad
+    template <bool Weighted, bool Biased>
+    void gradients(Row row, int64_t g, T mean, T* dweight, T* dbias) const {
       const T* weight = norm.weight.group(g);
-      const V scale = broadcast(row.scale), along = broadcast(dot / static_cast<T>(norm.n) * row.scale * row.scale * row.scale);
+      const V scale = broadcast(row.scale), along = broadcast(mean * row.scale * row.scale * row.scale);
       for_lines<T, S>(norm.pad, [&](int64_t first, auto vectors) __attribute__((always_inline)) {
         V dx[vectors.value], dz[vectors.value];
-        prefetch(row.x + first, norm.block_bytes);
-        prefetch(row.dout + first, norm.block_bytes);
         for (int i = 0; i < vectors.value; ++i) {
           const int64_t k = first + i * width;
           const V s = Residual ? load(row.s + k) : load_as<T>(row.x + k);
           const V v = gate == Gate::first ? load(row.v + k) : s;
           const V grad = gate == Gate::last ? load(row.grad + k) : load_as<T>(row.dout + k);
-          V ds = grad * load(weight + k) * scale - v * along;
+          const V scaled = grad * scale;
+          if constexpr (Weighted) store(dweight + k, load(dweight + k) + scaled * v);
+          if constexpr (Biased) store(dbias + k, load(dbias + k) + grad);
+          V ds = scaled * load(weight + k) - v * along;
           if constexpr (gate == Gate::first) {  // dz = dv s silu'(z); ds = dv silu(z)
             dz[i] = ds * s * load(row.slope + k);
             ds *= load(row.factor + k);
           }
           if constexpr (Residual) {
-            if (more) ds += load_as<T>(more + k);
-            if (dresidual) store(dresidual + k, ds);
+            if (row.more) ds += load_as<T>(row.more + k);
+            if (row.dresidual) store(row.dresidual + k, ds);
           }
           dx[i] = ds;
         }

@@ -74,9 +74,10 @@ MAMBA_INLINE void end_streaming() {
 #endif
 }
 
-template <class S>
+// Level: the cache that the line is to come to; the second one takes more at a time.
+template <int Level = 1, class S>
 MAMBA_INLINE void prefetch(const S* from, int64_t bytes) {
-  __builtin_prefetch(reinterpret_cast<const char*>(from) + bytes);
+  __builtin_prefetch(reinterpret_cast<const char*>(from) + bytes, 0, 4 - Level);
 }
 
 }  // namespace mamba::cpu::MAMBA_CPU_LEVEL
