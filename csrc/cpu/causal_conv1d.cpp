@@ -24,7 +24,7 @@ class Forward : Convolution<W, S, CausalConv1dFwd> {
       if (streaming) end_streaming();
     };
     parallel_for(tasks, body, task_size > 0 ? 32768 / task_size : 1);
-    last_states();
+    empty_sequences();
   }
 
  private:
@@ -36,18 +36,25 @@ class Forward : Convolution<W, S, CausalConv1dFwd> {
       const Tile& tile = tiles[task / plan.chunks];
       if (tile.padding) {
         clear(tile, first, last);
-        continue;
-      }
-      if constexpr (Step == 1) {
-        for (int64_t d = first; d < last; ++d)
+      } else if constexpr (Step == 1) {
+        for (int64_t d = first; d < last; ++d) {
+          if constexpr (Base::registers) {
+            if (p.x.stride[2] == 1 && p.out.stride[2] == 1) {
+              row<Active>(tile, d);
+              continue;
+            }
+          }
           Base::for_each_piece(tile, [&](const Tile& piece) { times<Active>(piece, d, memory.get()); });
+        }
       } else {
         Base::for_each_piece(tile, [&](const Tile& piece) {
           int64_t d = first;
+          if constexpr (Base::registers) d = rows<Active>(piece, first, last);
           for (; p.out.stride[1] == 1 && d + group * vl <= last; d += group * vl) channels<Active, group>(piece, d, vl, memory.get());
           for (; d < last; d += vl) channels<Active, 1>(piece, d, static_cast<int>(last - d < vl ? last - d : vl), memory.get());
         });
       }
+      if (tile.final >= 0 && tile.end == tile.last) last_state(tile.final, first, last);
     }
   }
 
@@ -63,6 +70,85 @@ class Forward : Convolution<W, S, CausalConv1dFwd> {
       return silu_for<S>(sum);
     else
       return sum;
+  }
+
+  // One channel whose time steps are neighbours in memory.
+  template <bool Active>
+  __attribute__((noinline)) void row(const Tile& tile, int64_t d) const {
+    const S* const from = p.x.template at<S>(tile.row, d, tile.begin);
+    S* const to = p.out.template at<S>(tile.row, d, tile.begin);
+    const int64_t count = tile.end - tile.begin;
+    const bool stream = streaming && is_line(to);
+    V weight[W], x[W], before = Base::before(tile, d);
+    Base::template filter_of<1>(d, weight);
+    const V bias = broadcast(*filters.tap(W, d));
+    const auto next = [&](V now) __attribute__((always_inline)) {
+      windows<vl - W + 1, W>(before, now, x);
+      before = now;
+      return Base::convolve(x, weight, bias);
+    };
+    int64_t i = 0;
+    for (; i + together * vl <= count; i += together * vl) {
+      V sums[together];
+#pragma GCC unroll 8
+      for (int n = 0; n < together; ++n) {
+        prefetch(from + i + n * vl + Base::distance, 0);
+        sums[n] = next(load_as<T>(from + i + n * vl));
+      }
+#pragma GCC unroll 8
+      for (int n = 0; n < together; n += group) {
+        V values[group];
+        for (int m = 0; m < group; ++m) values[m] = activate<Active>(sums[n + m]);
+        store_group(to + i + n * vl, values, stream);
+      }
+    }
+    for (; i + vl <= count; i += vl) {
+      const V value = activate<Active>(next(load_as<T>(from + i)));
+      if (stream && group == 1)
+        stream_as(to + i, value);
+      else
+        store_as(to + i, value);
+    }
+    if (i < count) {
+      const int lanes = static_cast<int>(count - i);
+      write(to + i, activate<Active>(next(read<T>(from + i, lanes, 1))), lanes, 1);
+    }
+  }
+
+  // Channels that are neighbours in memory: `block` time steps of all of them, then the next ones. Returns the first channel left over.
+  template <bool Active>
+  __attribute__((noinline)) int64_t rows(const Tile& piece, int64_t first, int64_t last) const {
+    const int64_t step = p.x.stride[2], to_step = p.out.stride[2], blocks = (piece.end - piece.begin) / block;
+    if (p.x.stride[1] != 1 || p.out.stride[1] != 1 || piece.begin - past < piece.first || blocks * block != piece.end - piece.begin)
+      return first;
+    const int64_t end = first + (last - first) / (group * vl) * (group * vl);
+    for (int64_t t = piece.begin; t < piece.end; t += block) {
+      const S* const from = p.x.template at<S>(piece.row, 0, t);
+      S* const to = p.out.template at<S>(piece.row, 0, t);
+      // Whole cache lines only: half lines of many rows would fill the write-combining buffers.
+      const bool stream = streaming && group * vl * sizeof(S) == 64 && is_line(to + first) && to_step * sizeof(S) % 64 == 0;
+      for (int64_t d = first; d < end; d += group * vl) {
+        V values[block][group];
+        for (int n = 0; n < group; ++n) {
+          V weight[W], x[block + W - 1];
+          const int64_t channel = d + n * vl;
+          Base::template filter_of<vl>(channel, weight);
+          const V bias = load(filters.tap(W, channel));
+#pragma GCC unroll 16
+          for (int k = 0; k < block + W - 1; ++k) x[k] = load_as<T>(from + (k - past) * step + channel);
+#pragma GCC unroll 16
+          for (int k = 0; k < block; ++k) values[k][n] = Base::convolve(x + k, weight, bias);
+#pragma GCC unroll 16
+          for (int k = 0; k < block; ++k) values[k][n] = activate<Active>(values[k][n]);
+        }
+#pragma GCC unroll 16
+        for (int k = 0; k < block; ++k) {
+          prefetch(from + (k + block) * step + d, 0);
+          store_group(to + k * to_step + d, values[k], stream);
+        }
+      }
+    }
+    return end;
   }
 
   // `N` strands of channels, one behind the other.
@@ -96,7 +182,7 @@ class Forward : Convolution<W, S, CausalConv1dFwd> {
       else
         store(x + (i - past) * vl, values[0]);  // over the sample that nothing else needs
     }
-    if (!direct) store_tile_to(x - past * vl, vl, to, to_step, p.out.stride[1], static_cast<int>(count), lanes);
+    if (!direct) Base::store_transposed(x - past * vl, to, to_step, p.out.stride[1], count, lanes);
   }
 
   // One channel, a row of time steps.
@@ -125,18 +211,15 @@ class Forward : Convolution<W, S, CausalConv1dFwd> {
     }
   }
 
-  // last_state[j] = sample last - past + j of the sequence, 0 before the last run's first sample unless initial_state reaches there
-  void last_states() const {
-    if (past == 0) return;
-    parallel_for(
-        p.num_sequences,
-        [&](int64_t begin, int64_t end) {
-          for (int64_t s = begin; s < end; ++s) last_state(s);
-        },
-        p.dim > 0 ? 16384 / (p.dim * past) : 1);
+  // Sequences without tokens; the others' states are written with their last tiles.
+  void empty_sequences() const {
+    for (int64_t s = 0; s < p.num_sequences; ++s)
+      if (p.cu_seqlens ? load_index(p.cu_seqlens, s) == load_index(p.cu_seqlens, s + 1) : p.seqlen == 0) last_state(s, 0, p.dim);
   }
 
-  void last_state(int64_t s) const {
+  // last_state[j] = sample last - past + j of the sequence, 0 before the last run's first sample unless initial_state reaches there
+  void last_state(int64_t s, int64_t begin, int64_t end) const {
+    if (past == 0) return;
     const int64_t row = p.cu_seqlens ? 0 : s;
     const int64_t start = p.cu_seqlens ? load_index(p.cu_seqlens, s) : 0;
     const int64_t last = p.cu_seqlens ? load_index(p.cu_seqlens, s + 1) : p.seqlen;
@@ -147,7 +230,7 @@ class Forward : Convolution<W, S, CausalConv1dFwd> {
     }
     const bool reaches_start = first == start;
     const int64_t x_step = p.x.stride[2], to_step = p.last_state.stride[2];
-    for (int64_t d = 0; d < p.dim; ++d) {
+    for (int64_t d = begin; d < end; ++d) {
       const S* const x = p.x.template at<S>(row, d, last - past);
       S* const to = p.last_state.template at<S>(s, d, 0);
       if (last - past >= first) {

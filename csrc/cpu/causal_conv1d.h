@@ -1,7 +1,8 @@
 // causal_conv1d: what forward and backward share. A strand is what a vector follows through time: a vector of channels, whose time steps
 // are `vl` numbers apart in a buffer (channel-last memory), or one channel, whose time steps are 1 apart, so that lanes are time steps.
 // Either way a piece of a strand stands in the first-level cache in arithmetic type, with the samples before it in front, and one loop
-// serves both: tap k of the numbers at `at` is the vector at at + (k - past) * step.
+// serves both: tap k of the numbers at `at` is the vector at at + (k - past) * step. Where memory already has the order of the strand, it
+// is read once, and the taps are kept in registers.
 #pragma once
 
 #include "cpu/causal_conv1d_tiles.h"
@@ -65,6 +66,53 @@ MAMBA_INLINE void write(S* to, V from, int lanes, int64_t step) {
     store_partial(to, from, lanes, step);
 }
 
+// The lanes From, From + 1, ... of the concatenation (a, b).
+template <int Width, int From>
+struct LanesFrom {
+  static constexpr int at(int i) { return i + From; }
+};
+
+template <int From, class V>
+MAMBA_INLINE V lanes_from(V a, V b) {
+  constexpr int width = Simd<Lane<V>>::width;
+  if constexpr (From == 0) return a;
+  if constexpr (From == width) return b;
+#if MAMBA_CPU_AVX512
+  if constexpr (sizeof(Lane<V>) == 4)
+    return bit_cast<V>(_mm512_alignr_epi32(bit_cast<__m512i>(b), bit_cast<__m512i>(a), From % width));
+  else
+    return bit_cast<V>(_mm512_alignr_epi64(bit_cast<__m512i>(b), bit_cast<__m512i>(a), From % width));
+#else
+  return shuffle<LanesFrom<width, From % width>>(a, b);
+#endif
+}
+
+// to[k] = lanes_from<From + k>(a, b)
+template <int From, int Count, class V>
+MAMBA_INLINE void windows(V a, V b, V* to) {
+  if constexpr (Count > 0) {
+    *to = lanes_from<From>(a, b);
+    windows<From + 1, Count - 1>(a, b, to + 1);
+  }
+}
+
+// Calls f(k) for the constants k = 0 .. N - 1. (A loop over an array of vectors may leave the array in memory.)
+template <int N, class F>
+MAMBA_INLINE void unrolled(F&& f) {
+  [&]<int... K>(std::integer_sequence<int, K...>)
+      __attribute__((always_inline)) { (f(std::integral_constant<int, K>{}), ...); }(std::make_integer_sequence<int, N>{});
+}
+
+// The first `lanes` lanes, the others 0.
+template <class V>
+MAMBA_INLINE V first_lanes(V v, int lanes) {
+  using T = Lane<V>;
+  if (lanes == Simd<T>::width) return v;
+  T buffer[Simd<T>::width];
+  store(buffer, v);
+  return load_partial<T>(buffer, lanes);
+}
+
 // Weights and bias in accumulation type: rows of `stride` channels (a whole number of vectors), one for each tap, then the bias.
 template <class T>
 class Filters {
@@ -99,6 +147,11 @@ Vec<T> channel_samples(const Params& p, const Tile& tile, int64_t t, int64_t d, 
   });
 }
 
+// Sums are computed for several vectors before any of them is activated: so many instructions wait for one another otherwise that the
+// next vector's do not fit into the processor's window.
+constexpr int together = 4;  // vectors of a row
+constexpr int block = 8;     // rows
+
 template <int W, class S, class Params>
 class Convolution : protected Width<W> {
  protected:
@@ -107,7 +160,9 @@ class Convolution : protected Width<W> {
   using T = Accumulate<S>;
   using V = Vec<T>;
   static constexpr int vl = Simd<T>::width;
-  static constexpr int group = line_vectors<T, S>;  // of vectors that are written together
+  static constexpr int group = line_vectors<T, S>;       // of vectors that are written together
+  static constexpr bool registers = W > 0 && W <= vl;    // may hold the taps
+  static constexpr int64_t distance = 2048 / sizeof(S);  // of prefetches along time
 
   Convolution(const Params& params, int64_t rows, int64_t most_tasks)
       : Width<W>(params.width),
@@ -150,6 +205,18 @@ class Convolution : protected Width<W> {
       int64_t i = 0;
       for (; time_step == 1 && i + vl <= count; i += vl) store(to + i, load_as<T>(from + i));
       for (; i < count; i += vl) store(to + i, read<T>(from + i * time_step, static_cast<int>(count - i < vl ? count - i : vl), time_step));
+    }
+  }
+
+  // `count` steps of a strand of channels whose memory does not lie channel by channel.
+  void store_transposed(const T* tile, S* to, int64_t time_step, int64_t lane_step, int64_t count, int lanes) const {
+    if (!streaming || group > 1 || lanes < vl || time_step != 1 || count % vl != 0 || !is_line(to) || lane_step * sizeof(S) % 64 != 0)
+      return store_tile_to(tile, vl, to, time_step, lane_step, static_cast<int>(count), lanes);
+    for (int64_t i = 0; i < count; i += vl) {
+      V rows[vl];
+      for (int n = 0; n < vl; ++n) rows[n] = load(tile + (i + n) * vl);
+      transpose(rows);
+      for (int n = 0; n < vl; ++n) stream_as(to + i + n * lane_step, rows[n]);
     }
   }
 
@@ -199,6 +266,26 @@ class Convolution : protected Width<W> {
     V sum = bias;
     for (int64_t k = 0; k < width; ++k) sum = sum + weight[k * N + n] * load(x + (k - past) * Step);
     return sum;
+  }
+
+  // The same with the taps in registers.
+  static MAMBA_INLINE V convolve(const V* x, const V* weight, V bias) {
+    V sum = bias;
+    unrolled<W>([&](auto k) __attribute__((always_inline)) { sum = sum + weight[k] * x[k]; });
+    return sum;
+  }
+
+  template <int Step>
+  MAMBA_INLINE void filter_of(int64_t d, V* weight) const {
+    unrolled<W>([&](auto k) __attribute__((always_inline)) { weight[k] = tap<Step>(k, d); });
+  }
+
+  // The vector of time steps that ends before the tile; only the last `past` lanes matter.
+  V before(const Tile& tile, int64_t d) const {
+    V samples = zero<T>();
+    if (tile.begin > tile.first || (tile.initial >= 0 && p.initial_state))
+      for (int64_t k = -past; k < 0; ++k) samples[vl + k] = channel_samples<S>(p, tile, tile.begin + k, d, 1)[0];
+    return samples;
   }
 
   const Params& p;

@@ -1,6 +1,6 @@
 // Causal depthwise convolution, backward: strand by strand (see causal_conv1d.h), with a second buffer for the gradients of p.
 // dweight and dbias are summed in blocks of tiles, then over the blocks, always in the same order.
-#include "cpu/causal_conv1d.h"
+#include "cpu/causal_conv1d_bwd.h"
 
 namespace mamba::cpu::MAMBA_CPU_LEVEL {
 namespace {
@@ -9,10 +9,10 @@ constexpr int64_t backward_rows = 64;  // of a channel-last tile of one vector
 constexpr int64_t most_blocks = 64;    // of the sums for dweight and dbias
 
 template <int W, class S>
-class Backward : Convolution<W, S, CausalConv1dBwd> {
-  using Base = Convolution<W, S, CausalConv1dBwd>;
+class Backward : Gradients<W, S> {
+  using Base = Gradients<W, S>;
   using Base::vl, Base::group, Base::width, Base::past, Base::p, Base::plan, Base::tiles, Base::filters, Base::streaming;
-  using typename Base::T, typename Base::V;
+  using typename Base::T, typename Base::V, typename Base::Strand;
 
  public:
   explicit Backward(const CausalConv1dBwd& params)
@@ -32,15 +32,6 @@ class Backward : Convolution<W, S, CausalConv1dBwd> {
   }
 
  private:
-  // A piece of a strand: x and the gradients of p in buffers.
-  struct Strand {
-    int64_t d;  // first channel
-    int lanes;  // channels; 1 where lanes are time steps
-    T *x, *gradient;
-    T* sums;  // of dweight and dbias, `pitch` apart
-    int64_t pitch;
-  };
-
   // The tiles of each block, in order. Blocks depend on the shape only, so the sums do not depend on the number of threads.
   template <int Step, bool Active>
   void sum_blocks(int64_t begin, int64_t end) const {
@@ -48,6 +39,7 @@ class Backward : Convolution<W, S, CausalConv1dBwd> {
     constexpr int most = channels ? group : 1;
     const int64_t room = Base::template room<Step>();
     const Scratch<T> memory(2 * most * (room + width * vl)), lane_sums(channels ? 0 : plan.chunk * (width + 1) * vl);
+    const Scratch<T> carry(channels ? past * filters.stride : 0);
     Strand strands[most];
     for (int64_t task = begin; task < end; ++task) {
       const int64_t block = task / plan.chunks, first = task % plan.chunks * plan.chunk, last = Base::chunk_end(first);
@@ -67,12 +59,20 @@ class Backward : Convolution<W, S, CausalConv1dBwd> {
           return count;
         };
         if constexpr (channels) {
+          int64_t begin = first;
+          if constexpr (Base::registers) begin = Base::template rows<Active>(tiles[i], first, last, sums, carry.get());
           Base::for_each_piece(tiles[i], [&](const Tile& piece) {
-            for (int64_t d = first; d < last; d += most * vl) this->piece<Step, Active>(piece, strands, strands_of(d), memory.get());
+            for (int64_t d = begin; d < last; d += most * vl) this->piece<Step, Active>(piece, strands, strands_of(d), memory.get());
           });
         } else {
           for (int64_t d = first; d < last; d += most) {
             const int count = strands_of(d);
+            if constexpr (Base::registers) {
+              if (p.dout && !tiles[i].padding && p.x.stride[2] == 1 && p.dout.stride[2] == 1 && p.dx.stride[2] == 1) {
+                Base::template row<Active>(tiles[i], *strands);
+                continue;
+              }
+            }
             Base::for_each_piece(tiles[i], [&](const Tile& piece) { this->piece<Step, Active>(piece, strands, count, memory.get()); });
           }
         }
@@ -169,7 +169,7 @@ class Backward : Convolution<W, S, CausalConv1dBwd> {
     for (int64_t k = 0; k < width * N; ++k) weight[k] = load(filters.tap(k / N, s[k % N].d));
     for (int64_t k = 0; k < width; ++k) dweight[k] = load(s->sums + k * s->pitch);
     V dbias = load(s->sums + width * s->pitch);
-    const int64_t steps = piece.end - piece.begin, final = final_from(piece), step = p.dx.stride[2];
+    const int64_t steps = piece.end - piece.begin, final = Base::final_from(piece), step = p.dx.stride[2];
     S* const to = p.dx.template at<S>(piece.row, s->d, piece.begin);
     const bool direct = s->lanes == vl && p.dx.stride[1] == 1;
     const bool stream = streaming && N * vl * sizeof(S) == 64 && is_line(to) && step * sizeof(S) % 64 == 0;
@@ -185,14 +185,14 @@ class Backward : Convolution<W, S, CausalConv1dBwd> {
           for (int64_t k = 0; k < width; ++k) dweight[k] = dweight[k] + gradient * load(s->x + (i + k - past) * vl);
         }
         values[n] = spread<vl, N>(at, weight, n);
-        if (i >= final) values[n] = with_final<vl>(piece, s[n], i, s[n].lanes, values[n]);
+        if (i >= final) values[n] = Base::template with_final<vl>(piece, s[n], i, s[n].lanes, values[n]);
       }
       if (direct)
         store_group(to + i * step, values, stream);
       else
         store(s->x + (i - past) * vl, values[0]);  // over the sample that nothing else needs
     }
-    if (!direct) store_tile_to(s->x - past * vl, vl, to, step, p.dx.stride[1], static_cast<int>(steps), s->lanes);
+    if (!direct) Base::store_transposed(s->x - past * vl, to, step, p.dx.stride[1], steps, s->lanes);
     if (!summing) return;
     for (int64_t k = 0; k < width; ++k) store(s->sums + k * s->pitch, dweight[k]);
     store(s->sums + width * s->pitch, dbias);
@@ -201,7 +201,7 @@ class Backward : Convolution<W, S, CausalConv1dBwd> {
   void write_times(const Tile& piece, const Strand& s, T* memory) const {
     Vectors<T, W> weight(memory);
     for (int64_t k = 0; k < width; ++k) weight[k] = broadcast(*filters.tap(k, s.d));
-    const int64_t steps = piece.end - piece.begin, final = final_from(piece), step = p.dx.stride[2];
+    const int64_t steps = piece.end - piece.begin, final = Base::final_from(piece), step = p.dx.stride[2];
     S* const to = p.dx.template at<S>(piece.row, s.d, piece.begin);
     const bool stream = streaming && is_line(to);
     int64_t i = 0;
@@ -212,26 +212,7 @@ class Backward : Convolution<W, S, CausalConv1dBwd> {
     }
     for (; i < steps; i += vl) {
       const int lanes = static_cast<int>(steps - i < vl ? steps - i : vl);
-      write(to + i * step, with_final<1>(piece, s, i, lanes, spread<1>(s.gradient + i, weight)), lanes, step);
-    }
-  }
-
-  // The step of a piece from which on samples are part of last_state (it may precede the piece).
-  int64_t final_from(const Tile& piece) const {
-    return piece.final >= 0 && p.dlast_state ? piece.last - past - piece.begin : piece.end - piece.begin;
-  }
-
-  // What last_state's gradient adds to the samples of step i, or of `lanes` steps from i on.
-  template <int Step>
-  V with_final(const Tile& piece, const Strand& s, int64_t i, int lanes, V value) const {
-    const int64_t final = final_from(piece);
-    if (piece.final < 0 || !p.dlast_state || i + (Step > 1 ? 1 : lanes) <= final) return value;
-    if constexpr (Step > 1) {
-      return value + load_partial<T>(p.dlast_state.template at<S>(piece.final, s.d, i - final), lanes, p.dlast_state.stride[1]);
-    } else {
-      for (int lane = i < final ? static_cast<int>(final - i) : 0; lane < lanes; ++lane)
-        value[lane] += load_scalar<T>(p.dlast_state.template at<S>(piece.final, s.d, i + lane - final));
-      return value;
+      write(to + i * step, Base::template with_final<1>(piece, s, i, lanes, spread<1>(s.gradient + i, weight)), lanes, step);
     }
   }
 
@@ -242,7 +223,7 @@ class Backward : Convolution<W, S, CausalConv1dBwd> {
     for (int64_t i = Base::template lead<Step>(); i > 0; i -= vl) store(s.gradient - i, zero<T>());
     for (int64_t i = -past; i < 0; i += Step > 1 ? 1 : vl) {
       const int lanes = Step > 1 ? s.lanes : static_cast<int>(i + vl < 0 ? vl : -i);
-      const V value = with_final<Step>(piece, s, i, lanes, spread<Step>(s.gradient + i * Step, weight));
+      const V value = Base::template with_final<Step>(piece, s, i, lanes, spread<Step>(s.gradient + i * Step, weight));
       for (int lane = 0; lane < lanes; ++lane) {
         const int64_t d = Step > 1 ? s.d + lane : s.d, t = Step > 1 ? i : i + lane;
         write_one(p.dinitial_state, static_cast<T>(value[lane]), piece.initial, d, past + t);

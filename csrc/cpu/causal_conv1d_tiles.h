@@ -95,7 +95,7 @@ struct Plan {
     // Channels: few rows, so that their pages stay within reach of the first-level cache while all channels are swept.
     // Time: whole rows, which lie behind one another in memory, unless there are too few of them for several threads.
     if (channels)
-      length = p.dim >= 256 || p.dim == 0 ? rows : rows * 256 / p.dim;
+      length = p.dim >= 256 || p.dim == 0 ? rows : (rows * 256 / p.dim + rows - 1) / rows * rows;
     else
       length = p.batch * p.dim >= 64 ? int64_t{1} << 40 : 2048;
     if (length < 4 * p.width) length = 4 * p.width;
@@ -103,7 +103,7 @@ struct Plan {
     if (piece < 4 * p.width) piece = 4 * p.width;
     if (piece > p.seqlen) piece = p.seqlen;
     piece = (piece + vl - 1) / vl * vl;
-    chunk = channels ? p.dim : p.dim < 1024 ? p.dim : 1024;
+    chunk = p.dim;
     const int64_t tiles = p.batch * ((p.seqlen + length - 1) / length);
     const int64_t wanted = tiles < most_tasks ? tiles : most_tasks;
     if (wanted > 0 && wanted < 32) {
@@ -111,6 +111,7 @@ struct Plan {
       chunk = (chunk * wanted / 32 + unit - 1) / unit * unit;
       if (chunk < unit) chunk = unit;
     }
+    if (!channels && chunk > 64) chunk = 64;  // whose sums along time stay in the first-level cache
     chunks = p.dim > 0 ? (p.dim + chunk - 1) / chunk : 0;
   }
 };

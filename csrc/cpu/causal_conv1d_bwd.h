@@ -1,0 +1,226 @@
+// causal_conv1d, backward, of strands that lie in memory in the order in which they are computed: nothing passes through buffers.
+#pragma once
+
+#include "cpu/causal_conv1d.h"
+
+namespace mamba::cpu::MAMBA_CPU_LEVEL {
+namespace {
+
+template <int W, class S>
+class Gradients : protected Convolution<W, S, CausalConv1dBwd> {
+ protected:
+  using Base = Convolution<W, S, CausalConv1dBwd>;
+  using Base::Base;
+  using Base::vl, Base::group, Base::past, Base::p, Base::filters, Base::streaming;
+  using typename Base::T, typename Base::V;
+
+  // A piece of a strand: x and the gradients of p in buffers.
+  struct Strand {
+    int64_t d;  // first channel
+    int lanes;  // channels; 1 where lanes are time steps
+    T *x, *gradient;
+    T* sums;  // of dweight and dbias, `pitch` apart
+    int64_t pitch;
+  };
+
+  // The step of a piece from which on samples are part of last_state (it may precede the piece).
+  int64_t final_from(const Tile& piece) const {
+    return piece.final >= 0 && p.dlast_state ? piece.last - past - piece.begin : piece.end - piece.begin;
+  }
+
+  // What last_state's gradient adds to the samples of step i, or of `lanes` steps from i on.
+  template <int Step>
+  V with_final(const Tile& piece, const Strand& s, int64_t i, int lanes, V value) const {
+    const int64_t final = final_from(piece);
+    if (piece.final < 0 || !p.dlast_state || i + (Step > 1 ? 1 : lanes) <= final) return value;
+    if constexpr (Step > 1) {
+      return value + load_partial<T>(p.dlast_state.template at<S>(piece.final, s.d, i - final), lanes, p.dlast_state.stride[1]);
+    } else {
+      for (int lane = i < final ? static_cast<int>(final - i) : 0; lane < lanes; ++lane)
+        value[lane] += load_scalar<T>(p.dlast_state.template at<S>(piece.final, s.d, i + lane - final));
+      return value;
+    }
+  }
+
+  // dx_i = sum_j weight[past - j] gp_{i + j}
+  static MAMBA_INLINE V correlate(const V* gradient, const V* weight) {
+    V sum = weight[W - 1] * gradient[0];
+    unrolled<W - 1>([&](auto j) __attribute__((always_inline)) { sum = sum + weight[W - 2 - j] * gradient[j + 1]; });
+    return sum;
+  }
+
+  template <bool Active>
+  static MAMBA_INLINE V gradient_of(V sum, V dout) {
+    if constexpr (Active)
+      return dout * silu_with_slope_for<S>(sum).slope;
+    else
+      return dout;
+  }
+
+  // One channel whose time steps are neighbours in memory, in one sweep: dx is a vector behind the gradient of p.
+  template <bool Active>
+  __attribute__((noinline)) void row(const Tile& tile, const Strand& s) const {
+    const S* const from = p.x.template at<S>(tile.row, s.d, tile.begin);
+    const S* const dout = p.dout.template at<S>(tile.row, s.d, tile.begin);
+    S* const to = p.dx.template at<S>(tile.row, s.d, tile.begin);
+    const int64_t steps = tile.end - tile.begin, reach = tile.last - tile.begin, final = final_from(tile);
+    const bool stream = streaming && is_line(to);
+    V weight[W], dweight[W], before = Base::before(tile, s.d), gradient = zero<T>();
+    Base::template filter_of<1>(s.d, weight);
+    unrolled<W>([&](auto k) __attribute__((always_inline)) { dweight[k] = load(s.sums + k * vl); });
+    V dbias = load(s.sums + W * vl);
+    const V bias = broadcast(*filters.tap(W, s.d));
+    const auto sum_at = [&](V now) __attribute__((always_inline)) {
+      V x[W];
+      windows<vl - W + 1, W>(before, now, x);
+      before = now;
+      return Base::convolve(x, weight, bias);
+    };
+    const auto gradient_at = [&](int64_t i) __attribute__((always_inline)) {
+      const int lanes = static_cast<int>(reach - i < vl ? reach - i : vl);
+      return first_lanes(gradient_of<Active>(sum_at(read<T>(from + i, lanes, 1)), read<T>(dout + i, lanes, 1)), lanes);
+    };
+    // dx of the vector `x`, before the one whose gradients are `next`
+    const auto spread = [&](V x, V next) __attribute__((always_inline)) {
+      V after[W];
+      windows<0, W>(gradient, next, after);
+      gradient = next;
+      dbias = dbias + after[0];
+      unrolled<W>([&](auto j) __attribute__((always_inline)) { dweight[W - 1 - j] = dweight[W - 1 - j] + x * after[j]; });
+      return correlate(after, weight);
+    };
+    prefetch(from + Base::distance, 0);
+    prefetch(dout + Base::distance, 0);
+    const V samples = before, initial = spread(samples, gradient_at(0));
+    if (p.dinitial_state && tile.begin == tile.first && tile.initial >= 0) {
+      const V value = with_final<1>(tile, s, -vl, vl, initial);
+      for (int64_t j = 0; j < past; ++j) write_one(p.dinitial_state, static_cast<T>(value[vl - past + j]), tile.initial, s.d, j);
+    }
+    int64_t i = 0;
+    for (; i + together * vl <= final; i += together * vl) {
+      const bool ends = i + together * vl == reach;  // no gradients follow
+      if (!ends && i + (together + 1) * vl > steps) break;
+      V next[together];
+#pragma GCC unroll 8
+      for (int n = 0; n < together; ++n) {
+        const int64_t at = i + (n + 1) * vl;
+        prefetch(from + at + Base::distance, 0);
+        next[n] = n == together - 1 && ends ? zero<T>() : sum_at(load_as<T>(from + at));
+      }
+#pragma GCC unroll 8
+      for (int n = 0; n < together; ++n) {
+        const int64_t at = i + (n + 1) * vl;
+        prefetch(dout + at + Base::distance, 0);
+        if (n < together - 1 || !ends) next[n] = gradient_of<Active>(next[n], load_as<T>(dout + at));
+      }
+#pragma GCC unroll 8
+      for (int n = 0; n < together; n += group) {
+        V values[group];
+        for (int m = 0; m < group; ++m) values[m] = spread(load_as<T>(from + i + (n + m) * vl), next[n + m]);
+        store_group(to + i + n * vl, values, stream);
+      }
+    }
+    for (; i < steps; i += vl) {
+      const int lanes = static_cast<int>(steps - i < vl ? steps - i : vl);
+      const V x = read<T>(from + i, lanes, 1), own = gradient, next = i + vl < reach ? gradient_at(i + vl) : zero<T>();
+      V value = spread(x, i + vl < steps ? next : zero<T>());  // the gradients behind the tile count for other sums
+      if (i + vl >= steps) {
+        V after[W];
+        windows<0, W>(own, next, after);
+        value = correlate(after, weight);
+      }
+      if (lanes == vl && i + vl <= final) {
+        if (stream && group == 1)
+          stream_as(to + i, value);
+        else
+          store_as(to + i, value);
+      } else {
+        write(to + i, with_final<1>(tile, s, i, lanes, value), lanes, 1);
+      }
+    }
+    unrolled<W>([&](auto k) __attribute__((always_inline)) { store(s.sums + k * vl, dweight[k]); });
+    store(s.sums + W * vl, dbias);
+  }
+
+  // Channels that are neighbours in memory: `block` time steps of all of them, then the next ones; dx is `past` steps behind, and `carry`
+  // holds the gradients of p in between. Returns the first channel left over.
+  template <bool Active>
+  __attribute__((noinline)) int64_t rows(const Tile& tile, int64_t first, int64_t last, T* sums, T* carry) const {
+    const int64_t end = first + (last - first) / (group * vl) * (group * vl), count = tile.end - tile.begin, stride = filters.stride;
+    const int64_t x_step = p.x.stride[2], dout_step = p.dout.stride[2], to_step = p.dx.stride[2];
+    if (!p.dout || tile.padding || p.x.stride[1] != 1 || p.dout.stride[1] != 1 || p.dx.stride[1] != 1 || count % block != 0 ||
+        tile.begin - past < tile.first || (tile.end < tile.last && tile.end + past > tile.last) || final_from(tile) < count)
+      return first;
+    const auto sum_at = [&](const S* from, const V* weight, V bias) __attribute__((always_inline)) {
+      V x[W];
+      unrolled<W>([&](auto k) __attribute__((always_inline)) { x[k] = load_as<T>(from + (k - W + 1) * x_step); });
+      return Base::convolve(x, weight, bias);
+    };
+    for (int64_t t = tile.begin; t < tile.end; t += block) {
+      const S* const from = p.x.template at<S>(tile.row, 0, t);
+      const S* const dout = p.dout.template at<S>(tile.row, 0, t);
+      S* const to = p.dx.template at<S>(tile.row, 0, t - past);
+      const bool begins = t == tile.begin;
+      const bool stream = streaming && group * vl * sizeof(S) == 64 && is_line(to + first) && to_step * sizeof(S) % 64 == 0;
+      for (int64_t d = first; d < end; d += group * vl) {
+        V values[block][group];
+#pragma GCC unroll 1
+        for (int n = 0; n < group; ++n) {
+          const int64_t channel = d + n * vl;
+          V weight[W], sum[block], gradient[block + W - 1], dweight[W];
+          Base::template filter_of<vl>(channel, weight);
+          const V bias = load(filters.tap(W, channel));
+          unrolled<block>([&](auto k) __attribute__((always_inline)) {
+            prefetch(from + (k + block) * x_step + channel, 0);
+            sum[k] = sum_at(from + k * x_step + channel, weight, bias);
+          });
+          unrolled<W - 1>([&](auto k)
+                              __attribute__((always_inline)) { gradient[k] = begins ? zero<T>() : load(carry + k * stride + channel); });
+          unrolled<block>([&](auto k) __attribute__((always_inline)) {
+            prefetch(dout + (k + block) * dout_step + channel, 0);
+            gradient[W - 1 + k] = gradient_of<Active>(sum[k], load_as<T>(dout + k * dout_step + channel));
+          });
+          unrolled<W - 1>([&](auto k) __attribute__((always_inline)) { store(carry + k * stride + channel, gradient[block + k]); });
+          unrolled<W>([&](auto k) __attribute__((always_inline)) { dweight[k] = load(sums + k * stride + channel); });
+          V dbias = load(sums + W * stride + channel);
+          unrolled<block>([&](auto k) __attribute__((always_inline)) {
+            const V g = gradient[W - 1 + k];
+            dbias = dbias + g;
+            unrolled<W>([&](auto j) __attribute__((always_inline)) {
+              dweight[j] = dweight[j] + g * load_as<T>(from + (k + j - W + 1) * x_step + channel);
+            });
+            values[k][n] = correlate(gradient + k, weight);
+          });
+          unrolled<W>([&](auto k) __attribute__((always_inline)) { store(sums + k * stride + channel, dweight[k]); });
+          store(sums + W * stride + channel, dbias);
+        }
+        unrolled<block>([&](auto k) __attribute__((always_inline)) {
+          if (k >= W - 1 || !begins) store_group(to + k * to_step + d, values[k], stream);
+        });
+      }
+    }
+    const bool more = tile.end < tile.last;
+    for (int64_t d = first; d < end; d += group * vl) {
+      V values[W][group];
+      for (int n = 0; n < group; ++n) {
+        const int64_t channel = d + n * vl;
+        V weight[W], gradient[2 * W];
+        Base::template filter_of<vl>(channel, weight);
+        const V bias = load(filters.tap(W, channel));
+        for (int k = 0; k < W - 1; ++k) {
+          gradient[k] = load(carry + k * stride + channel);
+          gradient[W - 1 + k] = zero<T>();
+          if (more)
+            gradient[W - 1 + k] = gradient_of<Active>(sum_at(p.x.template at<S>(tile.row, channel, tile.end + k), weight, bias),
+                                                      load_as<T>(p.dout.template at<S>(tile.row, channel, tile.end + k)));
+        }
+        for (int k = 0; k < W - 1; ++k) values[k][n] = correlate(gradient + k, weight);
+      }
+      for (int k = 0; k < W - 1; ++k) store_group(p.dx.template at<S>(tile.row, d, tile.end - past + k), values[k], false);
+    }
+    return end;
+  }
+};
+
+}  // namespace
+}  // namespace mamba::cpu::MAMBA_CPU_LEVEL
