@@ -96,13 +96,6 @@ MAMBA_INLINE void windows(V a, V b, V* to) {
   }
 }
 
-// Calls f(k) for the constants k = 0 .. N - 1. (A loop over an array of vectors may leave the array in memory.)
-template <int N, class F>
-MAMBA_INLINE void unrolled(F&& f) {
-  [&]<int... K>(std::integer_sequence<int, K...>)
-      __attribute__((always_inline)) { (f(std::integral_constant<int, K>{}), ...); }(std::make_integer_sequence<int, N>{});
-}
-
 // The first `lanes` lanes, the others 0.
 template <class V>
 MAMBA_INLINE V first_lanes(V v, int lanes) {
@@ -210,14 +203,8 @@ class Convolution : protected Width<W> {
 
   // `count` steps of a strand of channels whose memory does not lie channel by channel.
   void store_transposed(const T* tile, S* to, int64_t time_step, int64_t lane_step, int64_t count, int lanes) const {
-    if (!streaming || group > 1 || lanes < vl || time_step != 1 || count % vl != 0 || !is_line(to) || lane_step * sizeof(S) % 64 != 0)
-      return store_tile_to(tile, vl, to, time_step, lane_step, static_cast<int>(count), lanes);
-    for (int64_t i = 0; i < count; i += vl) {
-      V rows[vl];
-      for (int n = 0; n < vl; ++n) rows[n] = load(tile + (i + n) * vl);
-      transpose(rows);
-      for (int n = 0; n < vl; ++n) stream_as(to + i + n * lane_step, rows[n]);
-    }
+    const bool stream = streaming && is_line(to) && lane_step * sizeof(S) % 64 == 0;
+    store_tile_to(tile, vl, to, time_step, lane_step, static_cast<int>(count), lanes, stream);
   }
 
   // What is to be read a few strands (channels) or a piece (time) later: asked for, one address a vector, while numbers are computed.
@@ -271,13 +258,13 @@ class Convolution : protected Width<W> {
   // The same with the taps in registers.
   static MAMBA_INLINE V convolve(const V* x, const V* weight, V bias) {
     V sum = bias;
-    unrolled<W>([&](auto k) __attribute__((always_inline)) { sum = sum + weight[k] * x[k]; });
+    unroll<W>([&](auto k) __attribute__((always_inline)) { sum = sum + weight[k] * x[k]; });
     return sum;
   }
 
   template <int Step>
   MAMBA_INLINE void filter_of(int64_t d, V* weight) const {
-    unrolled<W>([&](auto k) __attribute__((always_inline)) { weight[k] = tap<Step>(k, d); });
+    unroll<W>([&](auto k) __attribute__((always_inline)) { weight[k] = tap<Step>(k, d); });
   }
 
   // The vector of time steps that ends before the tile; only the last `past` lanes matter.

@@ -45,7 +45,7 @@ class Gradients : protected Convolution<W, S, CausalConv1dBwd> {
   // dx_i = sum_j weight[past - j] gp_{i + j}
   static MAMBA_INLINE V correlate(const V* gradient, const V* weight) {
     V sum = weight[W - 1] * gradient[0];
-    unrolled<W - 1>([&](auto j) __attribute__((always_inline)) { sum = sum + weight[W - 2 - j] * gradient[j + 1]; });
+    unroll<W - 1>([&](auto j) __attribute__((always_inline)) { sum = sum + weight[W - 2 - j] * gradient[j + 1]; });
     return sum;
   }
 
@@ -67,7 +67,7 @@ class Gradients : protected Convolution<W, S, CausalConv1dBwd> {
     const bool stream = streaming && is_line(to);
     V weight[W], dweight[W], before = Base::before(tile, s.d), gradient = zero<T>();
     Base::template filter_of<1>(s.d, weight);
-    unrolled<W>([&](auto k) __attribute__((always_inline)) { dweight[k] = load(s.sums + k * vl); });
+    unroll<W>([&](auto k) __attribute__((always_inline)) { dweight[k] = load(s.sums + k * vl); });
     V dbias = load(s.sums + W * vl);
     const V bias = broadcast(*filters.tap(W, s.d));
     const auto sum_at = [&](V now) __attribute__((always_inline)) {
@@ -86,7 +86,7 @@ class Gradients : protected Convolution<W, S, CausalConv1dBwd> {
       windows<0, W>(gradient, next, after);
       gradient = next;
       dbias = dbias + after[0];
-      unrolled<W>([&](auto j) __attribute__((always_inline)) { dweight[W - 1 - j] = dweight[W - 1 - j] + x * after[j]; });
+      unroll<W>([&](auto j) __attribute__((always_inline)) { dweight[W - 1 - j] = dweight[W - 1 - j] + x * after[j]; });
       return correlate(after, weight);
     };
     prefetch(from + Base::distance, 0);
@@ -138,7 +138,7 @@ class Gradients : protected Convolution<W, S, CausalConv1dBwd> {
         write(to + i, with_final<1>(tile, s, i, lanes, value), lanes, 1);
       }
     }
-    unrolled<W>([&](auto k) __attribute__((always_inline)) { store(s.sums + k * vl, dweight[k]); });
+    unroll<W>([&](auto k) __attribute__((always_inline)) { store(s.sums + k * vl, dweight[k]); });
     store(s.sums + W * vl, dbias);
   }
 
@@ -153,7 +153,7 @@ class Gradients : protected Convolution<W, S, CausalConv1dBwd> {
       return first;
     const auto sum_at = [&](const S* from, const V* weight, V bias) __attribute__((always_inline)) {
       V x[W];
-      unrolled<W>([&](auto k) __attribute__((always_inline)) { x[k] = load_as<T>(from + (k - W + 1) * x_step); });
+      unroll<W>([&](auto k) __attribute__((always_inline)) { x[k] = load_as<T>(from + (k - W + 1) * x_step); });
       return Base::convolve(x, weight, bias);
     };
     for (int64_t t = tile.begin; t < tile.end; t += block) {
@@ -170,31 +170,31 @@ class Gradients : protected Convolution<W, S, CausalConv1dBwd> {
           V weight[W], sum[block], gradient[block + W - 1], dweight[W];
           Base::template filter_of<vl>(channel, weight);
           const V bias = load(filters.tap(W, channel));
-          unrolled<block>([&](auto k) __attribute__((always_inline)) {
+          unroll<block>([&](auto k) __attribute__((always_inline)) {
             prefetch(from + (k + block) * x_step + channel, 0);
             sum[k] = sum_at(from + k * x_step + channel, weight, bias);
           });
-          unrolled<W - 1>([&](auto k)
-                              __attribute__((always_inline)) { gradient[k] = begins ? zero<T>() : load(carry + k * stride + channel); });
-          unrolled<block>([&](auto k) __attribute__((always_inline)) {
+          unroll<W - 1>([&](auto k)
+                            __attribute__((always_inline)) { gradient[k] = begins ? zero<T>() : load(carry + k * stride + channel); });
+          unroll<block>([&](auto k) __attribute__((always_inline)) {
             prefetch(dout + (k + block) * dout_step + channel, 0);
             gradient[W - 1 + k] = gradient_of<Active>(sum[k], load_as<T>(dout + k * dout_step + channel));
           });
-          unrolled<W - 1>([&](auto k) __attribute__((always_inline)) { store(carry + k * stride + channel, gradient[block + k]); });
-          unrolled<W>([&](auto k) __attribute__((always_inline)) { dweight[k] = load(sums + k * stride + channel); });
+          unroll<W - 1>([&](auto k) __attribute__((always_inline)) { store(carry + k * stride + channel, gradient[block + k]); });
+          unroll<W>([&](auto k) __attribute__((always_inline)) { dweight[k] = load(sums + k * stride + channel); });
           V dbias = load(sums + W * stride + channel);
-          unrolled<block>([&](auto k) __attribute__((always_inline)) {
+          unroll<block>([&](auto k) __attribute__((always_inline)) {
             const V g = gradient[W - 1 + k];
             dbias = dbias + g;
-            unrolled<W>([&](auto j) __attribute__((always_inline)) {
+            unroll<W>([&](auto j) __attribute__((always_inline)) {
               dweight[j] = dweight[j] + g * load_as<T>(from + (k + j - W + 1) * x_step + channel);
             });
             values[k][n] = correlate(gradient + k, weight);
           });
-          unrolled<W>([&](auto k) __attribute__((always_inline)) { store(sums + k * stride + channel, dweight[k]); });
+          unroll<W>([&](auto k) __attribute__((always_inline)) { store(sums + k * stride + channel, dweight[k]); });
           store(sums + W * stride + channel, dbias);
         }
-        unrolled<block>([&](auto k) __attribute__((always_inline)) {
+        unroll<block>([&](auto k) __attribute__((always_inline)) {
           if (k >= W - 1 || !begins) store_group(to + k * to_step + d, values[k], stream);
         });
       }

@@ -262,13 +262,6 @@ class ScanAhead {
   const void* lines_[most + 2 * 32 * PerRow];
 };
 
-// f(0), f(1), ..., f(Count - 1) with constant arguments: unrolled before the compiler decides which arrays live in registers.
-template <int Count, class F>
-MAMBA_INLINE void unroll(F&& f) {
-  [&]<std::size_t... I>(std::index_sequence<I...>)
-      __attribute__((always_inline)) { (f(std::integral_constant<int, static_cast<int>(I)>{}), ...); }(std::make_index_sequence<Count>{});
-}
-
 template <int PerRow>
 MAMBA_INLINE void ask_for_lines(const void* const* list, int row) {
   if (!list) return;

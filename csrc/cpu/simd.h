@@ -343,6 +343,13 @@ MAMBA_INLINE void store_scalar(S* to, T from) {
   store_partial(to, broadcast(from), 1);
 }
 
+// f(0), ..., f(Count - 1) with constant arguments: unrolled before the compiler decides which arrays of vectors live in registers.
+template <int Count, class F>
+MAMBA_INLINE void unroll(F&& f) {
+  [&]<int... I>(std::integer_sequence<int, I...>)
+      __attribute__((always_inline)) { (f(std::integral_constant<int, I>{}), ...); }(std::make_integer_sequence<int, Count>{});
+}
+
 // ---- Lanes ----
 
 // Lane i of the result is lane At::at(i) of the concatenation (a, b).
