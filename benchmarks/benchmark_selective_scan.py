@@ -17,6 +17,8 @@ CHECKED_CHANNELS = 16
 NAMES = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")
 # A backward pass recomputes the states and takes about 1.6 times the arithmetic of the forward pass.
 BACKWARD_FACTOR = 2.6
+# The tight loop with the exponential of the kernels; and with a polynomial, which does not move when the kernels get faster.
+LIMITS = {"% of arithmetic limit": False, "% with exp by polynomial": True}
 # Peers whose backward pass is quadratic in the length, and the length up to which it finishes in seconds.
 QUADRATIC = {"plain PyTorch time loop": 512, "transformers": 512, "torch.compile, 8-step chunks": 2048}
 PEER_STATE_STEPS = 2**28  # most peers hold several numbers for each
@@ -102,12 +104,13 @@ def one_shape(bench, limits, shape, arguments, dout, want, threads, others, main
                 slow=slow,
                 repeats=turns,
             )
-        arithmetic = limits.scan_seconds(threads, batch, dim, dstate, seqlen)
+        factor = 1e3 * (BACKWARD_FACTOR if backward else 1)
         for row in rows.values():
             row.notes["1e9 state steps/s"] = round(steps / row.min_ms / 1e6, 2)
-            if arithmetic is not None:
-                limit = 1e3 * arithmetic * (BACKWARD_FACTOR if backward else 1)
-                row.notes["% of arithmetic limit"] = round(100 * limit / row.min_ms, 1)
+            for name, polynomial in LIMITS.items():
+                seconds = limits.scan_seconds(threads, batch, dim, dstate, seqlen, polynomial)
+                if seconds is not None:
+                    row.notes[name] = round(100 * factor * seconds / row.min_ms, 1)
             if row.candidate == "mamba_ops":
                 step = main.setdefault((job, threads), row.min_ms / steps)
                 row.notes["state step, times the first shape's"] = round(row.min_ms / steps / step, 2)
@@ -211,16 +214,6 @@ def in_fresh_process(bench, function):
         bench.remark(line)
 
 
-def limit_of_arithmetic(bench, limits):
-    threads, shape = bench.threads[0], (1, 1536, 16, 512)
-    polynomial, kernel = (limits.scan_seconds(threads, *shape, kernel=kernel) for kernel in (False, True))
-    if polynomial is not None:
-        bench.remark(
-            f"arithmetic limit at batch 1, dim 1536, seqlen 512, threads {threads}: {1e3 * polynomial:.2f} ms with the "
-            f"exponential by polynomial, as in the table; {1e3 * kernel:.2f} ms with the exponential of the kernels"
-        )
-
-
 def run(bench, limits):
     in_fresh_process(bench, first_call)
     in_fresh_process(bench, memory)
@@ -228,7 +221,6 @@ def run(bench, limits):
     others = peers.scans(missing)
     for text in missing:
         bench.remark(text)
-    limit_of_arithmetic(bench, limits)
     main = {}
     for shape in shapes.SCAN[bench.mode]:
         long = math.prod(shape) >= shapes.SCAN_LONG

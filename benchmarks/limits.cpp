@@ -8,8 +8,8 @@ constexpr int width = Simd<float>::width;
 constexpr int steps = 64, states = 16;
 volatile float sink;
 
-// 2^x by a polynomial: the yardstick stays the same when the kernels' own exponential gets faster.
-struct Yardstick {
+// 2^x by a polynomial.
+struct Polynomial {
   static Vec<float> exp2(Vec<float> x) {
 #if MAMBA_CPU_AVX512
     const Vec<float> r = fraction_nearest<0>(x);
@@ -66,7 +66,7 @@ long long exponentials(long long repeats) {
 }
 }  // namespace
 
-extern "C" long long scan_steps(long long repeats) { return scan_steps<Yardstick>(repeats); }
-extern "C" long long exponentials(long long repeats) { return exponentials<Yardstick>(repeats); }
-extern "C" long long kernel_scan_steps(long long repeats) { return scan_steps<Kernels>(repeats); }
-extern "C" long long kernel_exponentials(long long repeats) { return exponentials<Kernels>(repeats); }
+extern "C" long long scan_steps(long long repeats) { return scan_steps<Kernels>(repeats); }
+extern "C" long long exponentials(long long repeats) { return exponentials<Kernels>(repeats); }
+extern "C" long long polynomial_scan_steps(long long repeats) { return scan_steps<Polynomial>(repeats); }
+extern "C" long long polynomial_exponentials(long long repeats) { return exponentials<Polynomial>(repeats); }

@@ -9,8 +9,7 @@ import torch
 
 from . import native
 
-# The yardstick, whose exponential is a polynomial, and the same loops with the exponential of the kernels.
-LOOPS = ("scan_steps", "exponentials", "kernel_scan_steps", "kernel_exponentials")
+LOOPS = ("scan_steps", "exponentials", "polynomial_scan_steps", "polynomial_exponentials")
 
 
 def load_loops():
@@ -52,9 +51,9 @@ class Limits:
             (name, n): rate(getattr(library, name), n) if library else None for name in LOOPS for n in threads
         }
 
-    def scan_seconds(self, threads, batch, dim, dstate, seqlen, kernel=False):
+    def scan_seconds(self, threads, batch, dim, dstate, seqlen, polynomial=False):
         """Arithmetic of the whole scan: state steps, and the exponentials of softplus and silu."""
-        prefix = "kernel_" if kernel else ""
+        prefix = "polynomial_" if polynomial else ""
         steps, exponentials = (self.rates[prefix + name, threads] for name in ("scan_steps", "exponentials"))
         if steps is None:
             return None

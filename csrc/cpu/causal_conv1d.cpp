@@ -119,8 +119,7 @@ class Forward : Convolution<W, S, CausalConv1dFwd> {
   template <bool Active>
   __attribute__((noinline)) int64_t rows(const Tile& piece, int64_t first, int64_t last) const {
     const int64_t step = p.x.stride[2], to_step = p.out.stride[2], blocks = (piece.end - piece.begin) / block;
-    if (p.x.stride[1] != 1 || p.out.stride[1] != 1 || piece.begin - past < piece.first || blocks * block != piece.end - piece.begin)
-      return first;
+    if (p.x.stride[1] != 1 || p.out.stride[1] != 1 || blocks * block != piece.end - piece.begin) return first;
     const int64_t end = first + (last - first) / (group * vl) * (group * vl);
     for (int64_t t = piece.begin; t < piece.end; t += block) {
       const S* const from = p.x.template at<S>(piece.row, 0, t);
@@ -134,8 +133,9 @@ class Forward : Convolution<W, S, CausalConv1dFwd> {
           const int64_t channel = d + n * vl;
           Base::template filter_of<vl>(channel, weight);
           const V bias = load(filters.tap(W, channel));
+          Base::edge(piece, t, channel, x);
 #pragma GCC unroll 16
-          for (int k = 0; k < block + W - 1; ++k) x[k] = load_as<T>(from + (k - past) * step + channel);
+          for (int k = W - 1; k < block + W - 1; ++k) x[k] = load_as<T>(from + (k - past) * step + channel);
 #pragma GCC unroll 16
           for (int k = 0; k < block; ++k) values[k][n] = Base::convolve(x + k, weight, bias);
 #pragma GCC unroll 16

@@ -267,6 +267,16 @@ class Convolution : protected Width<W> {
     unroll<W>([&](auto k) __attribute__((always_inline)) { weight[k] = tap<Step>(k, d); });
   }
 
+  // The `past` samples before step t of a vector of channels that lie in memory side by side.
+  MAMBA_INLINE void edge(const Tile& tile, int64_t t, int64_t d, V* samples) const {
+    if (t - past >= tile.first) {
+      const S* const from = p.x.template at<S>(tile.row, d, t);
+      unroll<W - 1>([&](auto k) __attribute__((always_inline)) { samples[k] = load_as<T>(from + (k - W + 1) * p.x.stride[2]); });
+    } else {
+      for (int k = 0; k < W - 1; ++k) samples[k] = channel_samples<S>(p, tile, t - past + k, d, vl);
+    }
+  }
+
   // The vector of time steps that ends before the tile; only the last `past` lanes matter.
   V before(const Tile& tile, int64_t d) const {
     V samples = zero<T>();

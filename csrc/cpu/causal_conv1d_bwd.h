@@ -149,7 +149,8 @@ class Gradients : protected Convolution<W, S, CausalConv1dBwd> {
     const int64_t end = first + (last - first) / (group * vl) * (group * vl), count = tile.end - tile.begin, stride = filters.stride;
     const int64_t x_step = p.x.stride[2], dout_step = p.dout.stride[2], to_step = p.dx.stride[2];
     if (!p.dout || tile.padding || p.x.stride[1] != 1 || p.dout.stride[1] != 1 || p.dx.stride[1] != 1 || count % block != 0 ||
-        tile.begin - past < tile.first || (tile.end < tile.last && tile.end + past > tile.last) || final_from(tile) < count)
+        count < past || (tile.begin == tile.first && p.dinitial_state) || (tile.end < tile.last && tile.end + past > tile.last) ||
+        final_from(tile) < count)
       return first;
     const auto sum_at = [&](const S* from, const V* weight, V bias) __attribute__((always_inline)) {
       V x[W];
@@ -167,12 +168,21 @@ class Gradients : protected Convolution<W, S, CausalConv1dBwd> {
 #pragma GCC unroll 1
         for (int n = 0; n < group; ++n) {
           const int64_t channel = d + n * vl;
-          V weight[W], sum[block], gradient[block + W - 1], dweight[W];
+          V weight[W], before[W], sum[block], gradient[block + W - 1], dweight[W];
+          Base::edge(tile, t, channel, before);
+          const auto sample = [&](auto k) __attribute__((always_inline)) {  // of step t - past + k
+            if constexpr (k.value < W - 1)
+              return before[k.value];
+            else
+              return load_as<T>(from + (k.value - W + 1) * x_step + channel);
+          };
           Base::template filter_of<vl>(channel, weight);
           const V bias = load(filters.tap(W, channel));
           unroll<block>([&](auto k) __attribute__((always_inline)) {
             prefetch(from + (k + block) * x_step + channel, 0);
-            sum[k] = sum_at(from + k * x_step + channel, weight, bias);
+            V x[W];
+            unroll<W>([&](auto j) __attribute__((always_inline)) { x[j] = sample(std::integral_constant<int, k.value + j.value>{}); });
+            sum[k] = Base::convolve(x, weight, bias);
           });
           unroll<W - 1>([&](auto k)
                             __attribute__((always_inline)) { gradient[k] = begins ? zero<T>() : load(carry + k * stride + channel); });
@@ -187,7 +197,7 @@ class Gradients : protected Convolution<W, S, CausalConv1dBwd> {
             const V g = gradient[W - 1 + k];
             dbias = dbias + g;
             unroll<W>([&](auto j) __attribute__((always_inline)) {
-              dweight[j] = dweight[j] + g * load_as<T>(from + (k + j - W + 1) * x_step + channel);
+              dweight[j] = dweight[j] + g * sample(std::integral_constant<int, k.value + j.value>{});
             });
             values[k][n] = correlate(gradient + k, weight);
           });

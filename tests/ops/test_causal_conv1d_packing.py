@@ -1,6 +1,6 @@
 """causal_conv1d: initial and last states, packed sequences, padding."""
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import checks
 import pytest
@@ -12,6 +12,27 @@ from mamba_ops.reference.causal_conv1d import causal_conv1d as reference
 from mamba_ops.reference.causal_conv1d import example_inputs
 
 LAYOUTS = pytest.mark.parametrize("layout", [dict, channel_last], ids=["first", "last"])
+
+# ---- channels side by side ----
+
+
+@pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
+@pytest.mark.parametrize("packing", [None, "seq_idx", "cu_seqlens"])
+@pytest.mark.parametrize("width", [2, 4, 9, 12, 16])
+def test_channel_last_inputs_and_gradients(backend, dtype, packing, width):
+    """Whole blocks of 8 steps and what is left, with and without states and what flows back into them."""
+    for seqlen, dim, state in product((8, 24, 39, 72), (32, 50), (False, True)):
+        options = dict(width=width, seqlen=seqlen, dim=dim, packing=packing, initial_state=state)
+        inputs = channel_last(example_inputs(dtype=dtype, **options))
+        with torch.no_grad():
+            out, last_state = call(backend)(**inputs)
+        upstream = [testing.transposed(torch.randn_like(out)), state * torch.randn_like(last_state)]
+        _, _, found = testing.run_with_gradients(call(backend), inputs, upstream=upstream)
+        exact = {name: value.double() if name in found else value for name, value in inputs.items()}
+        _, _, wanted = testing.run_with_gradients(reference, exact, upstream=[g.double() for g in upstream])
+        for name, gradient in found.items():
+            testing.assert_close(gradient, wanted[name], gradient=True, what=f"gradient of {name} at {options}")
+
 
 # ---- states ----
 
