@@ -17,7 +17,7 @@ CHECKED_CHANNELS = 16
 NAMES = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")
 # A backward pass recomputes the states and takes about 1.6 times the arithmetic of the forward pass.
 BACKWARD_FACTOR = 2.6
-# The tight loop with the exponential of the kernels; and with a polynomial, which does not move when the kernels get faster.
+# The tight loop with the exponential of the kernels; and with a polynomial, which stays when the kernels get faster.
 LIMITS = {"% of arithmetic limit": False, "% with exp by polynomial": True}
 # Peers whose backward pass is quadratic in the length, and the length up to which it finishes in seconds.
 QUADRATIC = {"plain PyTorch time loop": 512, "transformers": 512, "torch.compile, 8-step chunks": 2048}
