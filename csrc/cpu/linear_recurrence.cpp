@@ -61,7 +61,7 @@ class Forward {
                               next_x.ask(i);
                               next_gates.ask(i);
                             });
-    store_rows<S>(p, out, p.states, task, t, count, streaming);
+    store_rows(p, out, p.states, task, t, count, streaming);
   }
 
   template <Output How, class E, class F>

@@ -126,32 +126,14 @@ LaneRows<const T> load_rows(const LinearRecurrenceInputs& p, T* tile, const Recu
   return tile_rows<const T>(view, tile, count);
 }
 
-// Tiles that are transposed into whole cache lines, past the caches. False, and nothing done, where they are not.
-template <class S, class T>
-bool stream_times(const T* tile, char* to, int64_t lane_stride, int count) {
-  constexpr int width = Simd<T>::width;
-  if constexpr (width * sizeof(S) != 64 || !std::is_same_v<S, T>) {
-    return false;
-  } else {
-    if (!is_line(to) || lane_stride % width != 0 || count % width != 0) return false;
-    for (int i = 0; i < count; i += width) {
-      Vec<T> rows[width];
-      for (int j = 0; j < width; ++j) rows[j] = load(tile + (i + j) * width);
-      transpose(rows);
-      for (int j = 0; j < width; ++j) stream_as(reinterpret_cast<S*>(to) + j * lane_stride + i, rows[j]);
-    }
-    return true;
-  }
-}
-
-template <class S, class T>
+template <class T>
 void store_rows(const LinearRecurrenceInputs& p, const T* tile, const RecurrenceView& view, const RecurrenceTask& task, int64_t t,
                 int count, bool stream) {
   if (!view) return;
   const int64_t first = view.time < 0 ? t + count - 1 : t, step = view.time < 0 ? -view.time : view.time;
   void* const to = address(p, view, task.row, task.lane, first);
-  if (stream && step == 1 && task.lanes == Simd<T>::width && stream_times<S>(tile, static_cast<char*>(to), view.lane, count)) return;
-  store_tile(tile, to, view.dtype, step, view.lane, count, task.lanes);
+  const bool whole_lines = stream && is_line(to) && view.lane * size_of(view.dtype) % 64 == 0;
+  store_tile(tile, to, view.dtype, step, view.lane, count, task.lanes, Simd<T>::width, whole_lines);
 }
 
 // The memory of a chunk that goes through a tile, to be asked for piece by piece, a cache line a step, while another chunk is at work.

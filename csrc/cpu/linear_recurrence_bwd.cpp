@@ -77,8 +77,8 @@ class Backward {
     });
     const auto dstate_rows = load_rows(p, dstates, p.dstates, task, t, count);
     reverse<Output::store, T>(whole, work, t, count, dstate_rows, tile_rows(p.dx, dx, count), tile_rows(p.dgates, dgates, count));
-    store_rows<S>(p, dx, p.dx, task, t, count, streaming);
-    store_rows<S>(p, dgates, p.dgates, task, t, count, streaming);
+    store_rows(p, dx, p.dx, task, t, count, streaming);
+    store_rows(p, dgates, p.dgates, task, t, count, streaming);
   }
 
   // Meanwhile memory is asked for what comes next: this chunk's dstates, x and gates of the one before.
