@@ -22,7 +22,6 @@ LIMITS = {"% of arithmetic limit": False, "% with exp by polynomial": True}
 # Peers whose backward pass is quadratic in the length, and the length up to which it finishes in seconds.
 QUADRATIC = {"plain PyTorch time loop": 512, "transformers": 512, "torch.compile, 8-step chunks": 2048}
 PEER_STATE_STEPS = 2**28  # most peers hold several numbers for each
-
 STEPS_BY_TURN = 2**30  # longer rows get fewer turns
 
 

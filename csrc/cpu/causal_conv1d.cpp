@@ -124,8 +124,7 @@ class Forward : Convolution<W, S, CausalConv1dFwd> {
     for (int64_t t = piece.begin; t < piece.end; t += block) {
       const S* const from = p.x.template at<S>(piece.row, 0, t);
       S* const to = p.out.template at<S>(piece.row, 0, t);
-      // Whole cache lines only: half lines of many rows would fill the write-combining buffers.
-      const bool stream = streaming && group * vl * sizeof(S) == 64 && is_line(to + first) && to_step * sizeof(S) % 64 == 0;
+      const bool stream = group * vl * sizeof(S) == 64 && Base::streams_from(to + first, to_step);
       for (int64_t d = first; d < end; d += group * vl) {
         V values[block][group];
         for (int n = 0; n < group; ++n) {
@@ -165,8 +164,7 @@ class Forward : Convolution<W, S, CausalConv1dFwd> {
     const auto ahead = Base::template ahead<vl>(p.x, piece, d);
     const int64_t to_step = p.out.stride[2];
     const bool direct = lanes == vl && p.out.stride[1] == 1;
-    // Whole cache lines only: half lines of many rows would fill the write-combining buffers.
-    const bool stream = streaming && N * vl * sizeof(S) == 64 && is_line(to) && to_step * sizeof(S) % 64 == 0;
+    const bool stream = N * vl * sizeof(S) == 64 && Base::streams_from(to, to_step);
     Vectors<T, W * N> weight(memory + N * room);
     V bias[N];
     for (int n = 0; n < N; ++n) {

@@ -201,10 +201,13 @@ class Convolution : protected Width<W> {
     }
   }
 
+  // Whether outputs pass by the caches that start at `to` and go on `step` numbers later: whole cache lines only, since half lines of many
+  // rows would fill the write-combining buffers.
+  bool streams_from(const S* to, int64_t step) const { return streaming && is_line(to) && step * sizeof(S) % 64 == 0; }
+
   // `count` steps of a strand of channels whose memory does not lie channel by channel.
   void store_transposed(const T* tile, S* to, int64_t time_step, int64_t lane_step, int64_t count, int lanes) const {
-    const bool stream = streaming && is_line(to) && lane_step * sizeof(S) % 64 == 0;
-    store_tile_to(tile, vl, to, time_step, lane_step, static_cast<int>(count), lanes, stream);
+    store_tile_to(tile, vl, to, time_step, lane_step, static_cast<int>(count), lanes, streams_from(to, lane_step));
   }
 
   // What is to be read a few strands (channels) or a piece (time) later: asked for, one address a vector, while numbers are computed.

@@ -172,7 +172,7 @@ class Backward : Gradients<W, S> {
     const int64_t steps = piece.end - piece.begin, final = Base::final_from(piece), step = p.dx.stride[2];
     S* const to = p.dx.template at<S>(piece.row, s->d, piece.begin);
     const bool direct = s->lanes == vl && p.dx.stride[1] == 1;
-    const bool stream = streaming && N * vl * sizeof(S) == 64 && is_line(to) && step * sizeof(S) % 64 == 0;
+    const bool stream = N * vl * sizeof(S) == 64 && Base::streams_from(to, step);
     const auto ahead = Base::template ahead<vl>(summing ? p.dout : p.dx, piece, s->d);
     for (int64_t i = 0; i < steps; ++i) {
       V values[N];

@@ -162,7 +162,7 @@ class Gradients : protected Convolution<W, S, CausalConv1dBwd> {
       const S* const dout = p.dout.template at<S>(tile.row, 0, t);
       S* const to = p.dx.template at<S>(tile.row, 0, t - past);
       const bool begins = t == tile.begin;
-      const bool stream = streaming && group * vl * sizeof(S) == 64 && is_line(to + first) && to_step * sizeof(S) % 64 == 0;
+      const bool stream = group * vl * sizeof(S) == 64 && Base::streams_from(to + first, to_step);
       for (int64_t d = first; d < end; d += group * vl) {
         V values[block][group];
 #pragma GCC unroll 1
