@@ -8,9 +8,12 @@
 
 namespace mamba::cpu::MAMBA_CPU_LEVEL {
 
-// Whether the mask is set for some lane. (AVX-512 code has no use for it.)
+// Whether the mask is set for some lane.
 template <class M>
 MAMBA_INLINE bool any(M mask) {
+#if MAMBA_CPU_AVX512
+  if constexpr (sizeof(M) == 64) return _mm512_movepi32_mask(bit_cast<__m512i>(mask)) != 0;
+#endif
 #if MAMBA_CPU_AVX512 || MAMBA_CPU_AVX2
   if constexpr (sizeof(M) == 32) return _mm256_movemask_epi8(bit_cast<__m256i>(mask)) != 0;
 #elif defined(__SSE2__)
@@ -87,14 +90,26 @@ alignas(64) inline constexpr float power_table[32] = {
     0x1.ae89fap0f, 0x1.b7f77p0f,  0x1.c199bep0f, 0x1.cb720ep0f, 0x1.d5818ep0f, 0x1.dfc974p0f, 0x1.ea4afap0f, 0x1.f50766p0f,
 };
 
-// 2^x = 2^(k / 32) 2^r with |r| <= 1/64: a shuffle of two registers looks up the first factor, a parabola is the second. Three
-// multiplications fewer than with a polynomial alone.
+// 2^(n + r) for |r| <= 1/64 and a multiple n of 1/32, in units of 1/32 in the low bits of `shifted`: a shuffle of two registers looks up
+// the power of the fraction of n, a parabola is 2^r. Three multiplications fewer than with a polynomial alone.
+MAMBA_INLINE Vec<float> power_by_table(__m512i shifted, Vec<float> n, Vec<float> r) {
+  const __m512 power = _mm512_permutex2var_ps(_mm512_load_ps(power_table), shifted, _mm512_load_ps(power_table + 16));
+  const Vec<float> t = bit_cast<Vec<float>>(power);
+  return scalef(t + t * (r * (r * 0x1.ebfbe4p-3f + 0x1.62e584p-1f)), n);
+}
+
+inline constexpr float table_rounder = 0x1.8p18f;  // x + table_rounder rounds x to a multiple of 1/32
+
 MAMBA_INLINE Vec<float> exp2_by_table(Vec<float> x) {
   const Vec<float> r = fraction_nearest<5>(x);
-  const __m512i k = bit_cast<__m512i>(x + 0x1.8p18f);  // in the low bits; any, where 2^x is 0 or infinite anyway
-  const __m512 power = _mm512_permutex2var_ps(_mm512_load_ps(power_table), k, _mm512_load_ps(power_table + 16));
-  const Vec<float> t = bit_cast<Vec<float>>(power);
-  return scalef(t + t * (r * (r * 0x1.ebfbe4p-3f + 0x1.62e584p-1f)), x - r);
+  return power_by_table(bit_cast<__m512i>(x + table_rounder), x - r, r);  // any entry, where 2^x is 0 or infinite anyway
+}
+
+// e^x for |x| <= 150; NaN stays.
+MAMBA_INLINE Vec<float> exp_by_table(Vec<float> x) {
+  constexpr float high = 0x1.715476p0f, low = 0x1.4ae0cp-26f;  // 1 / ln 2
+  const Vec<float> shifted = x * high + table_rounder, n = shifted - table_rounder;
+  return power_by_table(bit_cast<__m512i>(shifted), n, (x * high - n) + x * low);  // fused: the difference is exact
 }
 #endif
 
@@ -194,6 +209,9 @@ MAMBA_INLINE V exp(V x) {
 
 template <class V>
 MAMBA_INLINE V exp_negative(V x) {
+#if MAMBA_CPU_AVX512
+  if constexpr (sizeof(Lane<V>) == 4) return exp_by_table(max(broadcast(-150.0f), x));
+#endif
   const ExpParts<V> parts = exp_parts<true>(x);
   return scale_by_power(parts.fraction, parts.n);
 }
@@ -291,10 +309,10 @@ MAMBA_INLINE WithSlope<V> softplus_with_slope(V x) {
   using T = Lane<V>;
   using I = IntVec<T>;
   const V e = exp_negative(negative_abs(x));
+  const V value = max(x, zero<T>()) + log1p_unit(e), slope = select(I(x >= T(0)), broadcast<T>(1), e) / (e + T(1));
+  if constexpr (sizeof(T) == 4) return {value, slope};  // where x > 20, they round to x and 1
   const I linear = x > T(20);
-  const V value = select(linear, x, max(x, zero<T>()) + log1p_unit(e));
-  const V slope = select(linear, broadcast<T>(1), select(I(x >= T(0)), broadcast<T>(1), e) / (e + T(1)));
-  return {value, slope};
+  return {select(linear, x, value), select(linear, broadcast<T>(1), slope)};
 }
 
 template <class V>
@@ -320,20 +338,20 @@ MAMBA_INLINE SiluParts<V> silu_parts(V x) {
   return {z, bounded, parts.fraction, small_power(parts.n) + parts.fraction, parts.n};
 }
 
-// Without AVX-512 scaling twice is dear: vectors whose e^-z is a normal number go without it. e^-z, with e^-42 for z > 42.
+// Scaling twice is dear: vectors whose e^-z is a normal number go without it. e^-z, with e^-42 for z > 42.
 template <class V>
 MAMBA_INLINE bool is_ordinary(V x) {
-#if MAMBA_CPU_AVX512
-  return false;
-#else
   return __builtin_expect(!any(x < (std::is_same_v<Lane<V>, float> ? Lane<V>(-87) : Lane<V>(-700))), 1);
-#endif
 }
 
 template <class V>
 MAMBA_INLINE V ordinary_exp_minus(V x) {
   using T = Lane<V>;
-  const ExpParts<V> parts = exp_minus_parts(min(broadcast<T>(42), x));
+  const V bounded = min(broadcast<T>(42), x);
+#if MAMBA_CPU_AVX512
+  if constexpr (sizeof(T) == 4) return exp_by_table(-bounded);
+#endif
+  const ExpParts<V> parts = exp_minus_parts(bounded);
   return bit_cast<V>(bit_cast<IntVec<T>>(parts.fraction) - (bit_cast<IntVec<T>>(parts.n.shifted) << FloatFormat<T>::mantissa_bits));
 }
 
