@@ -11,7 +11,7 @@ constexpr int states_in_registers = 16;
 #else
 constexpr int states_in_registers = 8;
 #endif
-constexpr int lines_per_row = 6;
+constexpr int lines_per_row = 3;
 
 // What the recurrence reads and writes, row by row of a tile. `before` holds the sums over the states already done and `gate` what the sum
 // is multiplied by; both may stand still (pitch 0).
@@ -30,7 +30,7 @@ template <int Count, bool PerLane, class T>
 __attribute__((noinline)) void scan_states(const ScanTile<T>& tile, int rows, const T* A2, T* states, const T* B, int64_t B_step,
                                            const T* C, int64_t C_step) {
   constexpr int width = Simd<T>::width;
-  Vec<T> h[Count];
+  Vec<T> h[Count + 1];
   unroll<Count>([&](auto n) __attribute__((always_inline)) { h[n] = load(states + n * width); });
   for (int i = 0; i < rows; ++i) {
     ask_for_lines<lines_per_row>(tile.ahead, i);
@@ -53,10 +53,10 @@ __attribute__((noinline)) void scan_states(const ScanTile<T>& tile, int rows, co
 template <class T>
 class Forward {
  public:
-  Forward(const SelectiveScanFwd& p, const ScanBlocks<T>& blocks, ScanRowPlan plan, int64_t table_blocks)
+  Forward(const SelectiveScanFwd& p, const ScanBlocks<T>& blocks, int block_rows, int64_t table_blocks)
       : p_(p),
         blocks_(blocks),
-        plan_(plan),
+        block_rows_(block_rows),
         streams_(p.out.stride[2] == 1 && streams_tiles<T>(p.out, p.batch, p.dim, p.seqlen)),
         B_(scan_matrix(p, p.B, p.B_varies, p.ngroups_B)),
         C_(scan_matrix(p, p.C, p.C_varies, p.ngroups_C)),
@@ -64,8 +64,8 @@ class Forward {
         states_(table_blocks * p.dstate * width),
         skip_(table_blocks * width),
         bias_(table_blocks * width),
-        B_rows_(scan_rows_size<T>(p, blocks.per_lane, plan.block)),
-        C_rows_(scan_rows_size<T>(p, blocks.per_lane, plan.block)) {
+        B_rows_(scan_rows_size<T>(p, blocks.per_lane, block_rows)),
+        C_rows_(scan_rows_size<T>(p, blocks.per_lane, block_rows)) {
     store(zero_, zero<T>());
     store(one_, broadcast<T>(1));
   }
@@ -84,8 +84,8 @@ class Forward {
   // One batch row for the blocks [begin, end), whose parameters are loaded.
   void run(int64_t batch, int64_t begin, int64_t end) {
     pass_through(batch, begin, end);
-    for (int64_t time = 0; time < p_.seqlen; time += plan_.block) {
-      const int rows = static_cast<int>(scan_min(plan_.block, p_.seqlen - time));
+    for (int64_t time = 0; time < p_.seqlen; time += block_rows_) {
+      const int rows = static_cast<int>(scan_min(block_rows_, p_.seqlen - time));
       segments_.fill(p_, batch, time, rows);
       int64_t loaded_run = -1;
       for (int64_t block = begin; block < end; ++block) {
@@ -96,15 +96,15 @@ class Forward {
           C_now_ = load_scan_rows(C_rows_.get(), p_, C_, blocks_.per_lane, blocks_.packed, batch, channel, lanes, time, rows);
           loaded_run = block / blocks_.blocks_per_run;
         }
-        for (int row = 0; row < rows; row += plan_.tile) {
+        for (int row = 0; row < rows; row += scan_tile_rows) {
           ahead_.clear();
-          if (row + plan_.tile < rows)
-            look_ahead(batch, channel, time + row + plan_.tile);
+          if (row + scan_tile_rows < rows)
+            look_ahead(batch, channel, time + row + scan_tile_rows);
           else if (block + 1 < end)
             look_ahead(batch, blocks_.channel(block + 1), time);
           else if (time + rows < p_.seqlen)
             look_ahead(batch, blocks_.channel(begin), time + rows);
-          tile(batch, block, channel, lanes, time, row, static_cast<int>(scan_min(plan_.tile, rows - row)));
+          tile(batch, block, channel, lanes, time, row, static_cast<int>(scan_min(scan_tile_rows, rows - row)));
         }
       }
     }
@@ -112,23 +112,21 @@ class Forward {
 
  private:
   static constexpr int width = Simd<T>::width;
-  static constexpr int max_tile = 32;
 
   T* table(const Scratch<T>& of, int64_t block) const { return of.get() + (block - first_) * p_.dstate * width; }
 
   // The tile that comes next.
   void look_ahead(int64_t batch, int64_t channel, int64_t time) {
-    const int rows = static_cast<int>(scan_min(plan_.tile, p_.seqlen - time)), lanes = static_cast<int>(scan_min(width, p_.dim - channel));
+    const int rows = static_cast<int>(scan_min(scan_tile_rows, p_.seqlen - time)),
+              lanes = static_cast<int>(scan_min(width, p_.dim - channel));
     for (const View<3>* view : {&p_.delta, &p_.u, &p_.z}) ahead_.add(*view, batch, channel, time, rows, lanes);
     if (!streams_) ahead_.add(p_.out, batch, channel, time, rows, lanes);
-    for (int i = 0; p_.chunk_states && i < rows; i += selective_scan_chunk) {
-      ahead_.add(chunk_state(batch, (time + i) / selective_scan_chunk, channel) + lanes - 1, p_.dim * sizeof(T), p_.dstate);
-    }
+    if (p_.chunk_states) ahead_.add(chunk_state(batch, time, channel) + lanes - 1, p_.dim * sizeof(T), p_.dstate);
   }
 
-  T* chunk_state(int64_t batch, int64_t chunk, int64_t channel) const {
-    const int64_t chunks = ceil_div(p_.seqlen, selective_scan_chunk);
-    return static_cast<T*>(p_.chunk_states) + (batch * chunks + chunk) * p_.dstate * p_.dim + channel;
+  T* chunk_state(int64_t batch, int64_t time, int64_t channel) const {
+    const int64_t chunks = ceil_div(p_.seqlen, scan_tile_rows);
+    return static_cast<T*>(p_.chunk_states) + (batch * chunks + time / scan_tile_rows) * p_.dstate * p_.dim + channel;
   }
 
   // last_state of empty sequences.
@@ -167,12 +165,12 @@ class Forward {
       tile.gate = {gate_, width};
     }
     const TileTarget<T> out(y_, p_.out, batch, channel, t, lanes, streams_);
-    tile.out = out[0];
-    tile.out_pitch = out.pitch();
+    tile.out = out.rows.data;
+    tile.out_pitch = out.rows.pitch;
     const int valid = static_cast<int>(scan_min(row + rows, segments_.valid));
     spans(tile, batch, block, channel, lanes, time, row, valid);
     ahead_.ask_for_the_rest();
-    for (int i = valid > row ? valid - row : 0; i < rows; ++i) store(out[i], zero<T>());
+    for (int i = valid > row ? valid - row : 0; i < rows; ++i) store(out.rows[i], zero<T>());
     out.finish(rows);
   }
 
@@ -184,12 +182,11 @@ class Forward {
   void spans(const ScanTile<T>& tile, int64_t batch, int64_t block, int64_t channel, int lanes, int64_t time, int row, int valid) {
     T* states = table(states_, block);
     for (int from = row, to; from < valid; from = to) {
-      to = segments_.next(from, valid, time, p_.chunk_states ? selective_scan_chunk : int64_t(scan_max_rows));
+      to = segments_.next(from, valid);
       if (segments_.start[from] != ScanSegments::inside) {
         load_states(states, p_.initial_state, segments_.start[from], channel, lanes, p_.dstate);
       }
-      if (p_.chunk_states && (time + from) % selective_scan_chunk == 0)
-        save(states, batch, (time + from) / selective_scan_chunk, channel, lanes);
+      if (p_.chunk_states && from == row) save(states, batch, time + row, channel, lanes);
       span(tile, states, table(A2_, block), from - row, to - from, from);
       store_states(states, p_.last_state, segments_.end[to - 1], channel, lanes, p_.dstate);
     }
@@ -201,9 +198,6 @@ class Forward {
     T* const out = tile.out + in_tile * tile.out_pitch;
     const T *B = B_now_.data + in_block * B_now_.row_step, *C = C_now_.data + in_block * C_now_.row_step;
     const TileRows<T> delta = from(tile.delta), u = from(tile.u), gate = from(tile.gate), none{zero_, 0}, sums{out, tile.out_pitch};
-    if (p_.dstate == 0) {
-      for (int i = 0; i < rows; ++i) store(out + i * tile.out_pitch, tile.skip * u[i] * gate[i]);
-    }
     for_state_pieces<states_in_registers>(p_.dstate, [&](int64_t n, auto count) __attribute__((always_inline)) {
       const bool first = n == 0, last = n + count == p_.dstate;
       const ScanTile<T> piece{delta,
@@ -220,8 +214,8 @@ class Forward {
     });
   }
 
-  void save(const T* states, int64_t batch, int64_t chunk, int64_t channel, int lanes) {
-    T* to = chunk_state(batch, chunk, channel);
+  void save(const T* states, int64_t batch, int64_t time, int64_t channel, int lanes) {
+    T* to = chunk_state(batch, time, channel);
     for (int64_t n = 0; n < p_.dstate; ++n) {
       if (lanes == width)
         store(to + n * p_.dim, load(states + n * width));
@@ -232,7 +226,7 @@ class Forward {
 
   const SelectiveScanFwd& p_;
   const ScanBlocks<T>& blocks_;
-  const ScanRowPlan plan_;
+  const int block_rows_;
   const bool streams_;
   const ScanMatrix B_, C_;
   const Scratch<T> A2_, states_, skip_, bias_, B_rows_, C_rows_;
@@ -240,10 +234,10 @@ class Forward {
   int64_t first_ = 0;
   ScanSegments segments_;
   ScanAhead<lines_per_row> ahead_;
-  alignas(64) T delta_[max_tile * width];
-  alignas(64) T u_[max_tile * width];
-  alignas(64) T y_[max_tile * width];
-  alignas(64) T gate_[max_tile * width];
+  alignas(64) T delta_[scan_tile_rows * width];
+  alignas(64) T u_[scan_tile_rows * width];
+  alignas(64) T y_[scan_tile_rows * width];
+  alignas(64) T gate_[scan_tile_rows * width];
   alignas(64) T zero_[width];
   alignas(64) T one_[width];
 };
@@ -259,10 +253,10 @@ void forward(const SelectiveScanFwd& p) {
   const int64_t piece = scan_max(1, scan_min(blocks.count, 65536 / row_work));
   const int64_t strip = ceil_div(scan_max(piece, 65536 / (states * width)), piece) * piece;
   const int64_t strips = ceil_div(blocks.count, strip), pieces = ceil_div(scan_min(strip, blocks.count), scan_max(1, piece));
-  const ScanRowPlan plan = scan_row_plan(p, blocks.per_lane);
+  const int block_rows = scan_block_rows(p, blocks.per_lane);
   parallel_for(strips * p.batch * pieces, [&](int64_t begin, int64_t end) {
     const FlushSubnormals flush;
-    Forward<T> work(p, blocks, plan, scan_min(strip, blocks.count));
+    Forward<T> work(p, blocks, block_rows, scan_min(strip, blocks.count));
     int64_t loaded = -1;
     while (begin < end) {
       const int64_t s = begin / (p.batch * pieces), batch = begin / pieces % p.batch, from = begin % pieces;

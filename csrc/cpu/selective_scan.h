@@ -92,10 +92,10 @@ struct ScanSegments {
     }
   }
 
-  // The first row after `row` at which the state has to be looked at: a start, behind an end, on the grid of `grid` rows, or `limit`.
-  int next(int row, int limit, int64_t begin, int64_t grid) const {
+  // The first row after `row` at which the state has to be looked at: a start, behind an end, or `limit`.
+  int next(int row, int limit) const {
     int i = row + 1;
-    while (i < limit && start[i] == inside && end[i - 1] == inside && (begin + i) % grid != 0) ++i;
+    while (i < limit && start[i] == inside && end[i - 1] == inside) ++i;
     return i;
   }
 
@@ -198,22 +198,15 @@ inline ScanRows<T> load_scan_rows(T* buffer, const SelectiveScanInputs& p, const
   return {buffer, dstate * width, width};
 }
 
-// Rows of a block of time over all channels (few, so that each page of (seqlen, dim) memory is used while it is mapped) and of a tile (one
-// cache line per channel when time is contiguous).
-struct ScanRowPlan {
-  int block, tile;
-};
+// Rows of a tile, which are a chunk of the backward too.
+inline constexpr int scan_tile_rows = static_cast<int>(selective_scan_chunk_cpu);
 
-// Where the rows of a tile would all fall into one set of the first-level cache, tiles are shorter. Results do not depend on the choice.
-inline ScanRowPlan scan_row_plan(const SelectiveScanInputs& p, bool per_lane) {
-  const int64_t size = size_of(p.u.dtype);
-  if (p.u.stride[2] == 1 && p.u.stride[1] != 1) {
-    const int tile = size < 4 ? 32 : 16;  // one cache line per channel
-    const int64_t block = per_lane ? tile : scan_min(scan_max_rows, scan_max(32, 4096 / scan_max(1, p.dstate) / 32 * 32));
-    return {static_cast<int>(block), tile};
-  }
-  const int rows = p.u.stride[2] * size % 4096 == 0 ? 8 : 32;
-  return {rows, rows};
+// Rows of a block of time over all channels: one tile, so that each page of (seqlen, dim) memory is used while it is mapped, or several
+// where time is contiguous. Results do not depend on the choice.
+inline int scan_block_rows(const SelectiveScanInputs& p, bool per_lane) {
+  const bool along_time = p.u.stride[2] == 1 && p.u.stride[1] != 1;
+  const int64_t tiles = along_time && !per_lane ? scan_min(scan_max_rows, 4096 / scan_max(1, p.dstate)) / scan_tile_rows : 1;
+  return static_cast<int>(scan_max(1, tiles)) * scan_tile_rows;
 }
 
 // Cache lines to ask for while the recurrence runs, `PerRow` in every row: tiles walk through one line per page, which hardware
@@ -224,14 +217,14 @@ class ScanAhead {
  public:
   void clear() { count_ = next_ = 0; }
 
-  // One tile of a (batch, dim, seqlen) tensor, by the last element of each row (or channel), where these are contiguous.
+  // One tile of a (batch, dim, seqlen) tensor whose rows (or channels) are contiguous; lines are counted from the last element of each.
   void add(const View<3>& view, int64_t batch, int64_t channel, int64_t time, int rows, int lanes) {
     if (!view) return;
     const bool along_lanes = view.stride[1] == 1;
     if (!along_lanes && view.stride[2] != 1) return;
-    const char* at =
-        static_cast<const char*>(address(view, batch, channel, time)) + ((along_lanes ? lanes : rows) - 1) * size_of(view.dtype);
-    add(at, view.stride[along_lanes ? 2 : 1] * size_of(view.dtype), along_lanes ? rows : lanes);
+    const int64_t size = size_of(view.dtype), bytes = (along_lanes ? lanes : rows) * size;
+    const char* last = static_cast<const char*>(address(view, batch, channel, time)) + bytes - size;
+    for (int64_t back = 0; back < bytes; back += 64) add(last - back, view.stride[along_lanes ? 2 : 1] * size, along_lanes ? rows : lanes);
   }
 
   void add(const void* first, int64_t bytes_apart, int64_t count) {
@@ -269,9 +262,10 @@ MAMBA_INLINE void ask_for_lines(const void* const* list, int row) {
   for (int k = 0; k < PerRow; ++k) __builtin_prefetch(list[row * PerRow + k], 0, 2);
 }
 
-// Calls core(first, std::integral_constant<int, count>) for the states 0..dstate-1 in register-sized pieces.
+// Calls core(first, std::integral_constant<int, count>) for the states 0..dstate-1 in register-sized pieces; once where there are none.
 template <int Most, class F>
 MAMBA_INLINE void for_state_pieces(int64_t dstate, F&& core) {
+  if (dstate == 0) return core(0, std::integral_constant<int, 0>{});
   int64_t n = 0;
   for (; n + Most <= dstate; n += Most) core(n, std::integral_constant<int, Most>{});
   for (; n + 4 <= dstate; n += 4) core(n, std::integral_constant<int, 4>{});

@@ -1,5 +1,5 @@
-// selective_scan backward. Time runs backwards in short row blocks. Each chunk of selective_scan_chunk rows is first redone forward from
-// its stored state, which keeps a = exp(delta A) and w = a h in a buffer the size of the first-level cache, then the adjoint runs through
+// selective_scan backward. Time runs backwards in short row blocks. Each tile of rows is first redone forward from its stored state, which
+// keeps a = exp(delta A) and w = a h in a buffer the size of the first-level cache, then the adjoint runs through
 // it in reverse. Sums over channels (dB, dC) are kept as lane partials over the blocks of a *cell*, reduced once per cell and added up in
 // cell order; sums over batch rows (dA, dD, ...) are made per batch block and added up in block order. Cells and batch blocks depend on the
 // shape only.
@@ -30,15 +30,15 @@ class Backward {
         bias_(table_blocks * width),
         dD_(table_blocks * width),
         dbias_(table_blocks * width),
-        B_rows_(scan_rows_size<T>(p, blocks_.per_lane, plan.rows.block)),
-        C_rows_(scan_rows_size<T>(p, blocks_.per_lane, plan.rows.block)),
-        dB_(p.B_varies ? (plan.rows.tile * p.dstate + width) * width : 0),
-        dC_(p.C_varies ? (plan.rows.tile * p.dstate + width) * width : 0),
-        sums_B_(plan.rows.block * p.dstate + width),
-        sums_C_(plan.rows.block * p.dstate + width),
+        B_rows_(scan_rows_size<T>(p, blocks_.per_lane, plan.block_rows)),
+        C_rows_(scan_rows_size<T>(p, blocks_.per_lane, plan.block_rows)),
+        dB_(p.B_varies ? (scan_tile_rows * p.dstate + width) * width : 0),
+        dC_(p.C_varies ? (scan_tile_rows * p.dstate + width) * width : 0),
+        sums_B_(plan.block_rows * p.dstate + width),
+        sums_C_(plan.block_rows * p.dstate + width),
         states_(p.dstate * width),
         zeros_(p.dstate * width),
-        kept_(2 * chunk_rows * backward_states_in_registers * width) {
+        kept_(2 * scan_tile_rows * backward_states_in_registers * width) {
     clear(zeros_.get(), p.dstate);
   }
 
@@ -49,10 +49,10 @@ class Backward {
     const int64_t last_batch = scan_min(p_.batch, (batch_block + 1) * plan_.batch_rows);
     for (int64_t batch = batch_block * plan_.batch_rows; batch < last_batch; ++batch) {
       pass_through(batch, end);
-      const int64_t row_blocks = ceil_div(p_.seqlen, plan_.rows.block);
+      const int64_t row_blocks = ceil_div(p_.seqlen, plan_.block_rows);
       for (int64_t k = row_blocks - 1; k >= 0; --k) {
-        time_ = k * plan_.rows.block;
-        rows_ = static_cast<int>(scan_min(plan_.rows.block, p_.seqlen - time_));
+        time_ = k * plan_.block_rows;
+        rows_ = static_cast<int>(scan_min(plan_.block_rows, p_.seqlen - time_));
         segments_.fill(p_, batch, time_, rows_);
         loaded_run_ = -1;
         for (int64_t cell = first_cell; cell < last_cell; ++cell) run_cell(batch, cell, end);
@@ -63,7 +63,6 @@ class Backward {
 
  private:
   static constexpr int width = Simd<T>::width;
-  static constexpr int max_tile = 32;
 
   static void clear(T* to, int64_t vectors) {
     for (int64_t i = 0; i < vectors; ++i) store(to + i * width, zero<T>());
@@ -104,7 +103,7 @@ class Backward {
   // Tile by tile over some neighbouring blocks, so that the lane partials of a tile stay in the cache until they are added up.
   void run_cell(int64_t batch, int64_t cell, int64_t end) {
     const int64_t first = plan_.first_block(cell), last = plan_.first_block(cell + 1);
-    const int64_t together = plan_.rows.tile == plan_.rows.block ? last - first : 4;
+    const int64_t together = scan_tile_rows == plan_.block_rows ? last - first : 4;
     for (int64_t block = first; block < last; block += together)
       run_blocks(batch, block, scan_min(block + together, last), end, block == first);
     if (p_.B_varies) store_sums(sums_B_.get(), dB_.get(), plan_.B, p_.dB, parts_.B.get(), batch, cell);
@@ -112,9 +111,9 @@ class Backward {
   }
 
   void run_blocks(int64_t batch, int64_t first, int64_t last, int64_t end, bool set) {
-    const int tiles = (rows_ + plan_.rows.tile - 1) / plan_.rows.tile;
+    const int tiles = (rows_ + scan_tile_rows - 1) / scan_tile_rows;
     for (int k = tiles - 1; k >= 0; --k) {
-      const int row = k * plan_.rows.tile, rows = static_cast<int>(scan_min(plan_.rows.tile, rows_ - row));
+      const int row = k * scan_tile_rows, rows = static_cast<int>(scan_min(scan_tile_rows, rows_ - row));
       for (int64_t block = first; block < last; ++block) {
         const int64_t channel = blocks_.channel(block);
         const int lanes = blocks_.lanes(block);
@@ -127,11 +126,11 @@ class Backward {
         if (block + 1 < last)
           look_ahead(batch, blocks_.channel(block + 1), time_ + row);
         else if (k > 0)
-          look_ahead(batch, blocks_.channel(first), time_ + row - plan_.rows.tile);
+          look_ahead(batch, blocks_.channel(first), time_ + row - scan_tile_rows);
         else if (last < end)
-          look_ahead(batch, blocks_.channel(last), time_ + (tiles - 1) * plan_.rows.tile);
+          look_ahead(batch, blocks_.channel(last), time_ + (tiles - 1) * scan_tile_rows);
         else if (time_ > 0)
-          look_ahead(batch, blocks_.channel(first_), time_ - plan_.rows.tile);
+          look_ahead(batch, blocks_.channel(first_), time_ - scan_tile_rows);
         fresh_ = block == first;
         if (fresh_) clear_padding(row, rows);
         tile(batch, block, channel, lanes, row, rows);
@@ -150,18 +149,18 @@ class Backward {
 
   // The tile that comes next.
   void look_ahead(int64_t batch, int64_t channel, int64_t time) {
-    const int rows = static_cast<int>(scan_min(plan_.rows.tile, p_.seqlen - time)),
+    const int rows = static_cast<int>(scan_min(scan_tile_rows, p_.seqlen - time)),
               lanes = static_cast<int>(scan_min(width, p_.dim - channel));
     for (const View<3>* view : {&p_.delta, &p_.z, &p_.dout, &p_.u}) ahead_.add(*view, batch, channel, time, rows, lanes);
-    for (int i = 0; i < rows; i += chunk_rows) ahead_.add(chunk_state(batch, time + i, channel) + lanes - 1, p_.dim * sizeof(T), p_.dstate);
+    ahead_.add(chunk_state(batch, time, channel) + lanes - 1, p_.dim * sizeof(T), p_.dstate);
     if (!stream_du_) ahead_.add(p_.du, batch, channel, time, rows, lanes);
     if (!stream_ddelta_) ahead_.add(p_.ddelta, batch, channel, time, rows, lanes);
     if (!stream_dz_) ahead_.add(p_.dz, batch, channel, time, rows, lanes);
   }
 
   const T* chunk_state(int64_t batch, int64_t time, int64_t channel) const {
-    const int64_t chunks = ceil_div(p_.seqlen, selective_scan_chunk);
-    return static_cast<const T*>(p_.chunk_states) + (batch * chunks + time / selective_scan_chunk) * p_.dstate * p_.dim + channel;
+    const int64_t chunks = ceil_div(p_.seqlen, scan_tile_rows);
+    return static_cast<const T*>(p_.chunk_states) + (batch * chunks + time / scan_tile_rows) * p_.dstate * p_.dim + channel;
   }
 
   // Adds up the lanes of rows [row, row + rows): sums[row][n] = (or +=) the sum of a vector of `partials`.
@@ -208,8 +207,9 @@ class Backward {
   void tile(int64_t batch, int64_t block, int64_t channel, int lanes, int row, int rows) {
     const int64_t time = time_ + row;
     const TileRows<T> delta_in = rows_of(delta_, p_.delta, batch, channel, time, rows, lanes);
-    const Vec<T> bias = load(vector(bias_, block)), skip = load(vector(skip_, block));
-    BackwardTile<T> tile{{delta_, width}, rows_of(u_, p_.u, batch, channel, time, rows, lanes), {g_, width}, y_, s1_, s2_, nullptr};
+    const Vec<T> bias = load(vector(bias_, block));
+    BackwardTile<T> tile{{delta_, width}, rows_of(u_, p_.u, batch, channel, time, rows, lanes), {g_, width}, y_, s1_, s2_, nullptr,
+                         nullptr};
     for (int i = 0; i < rows; ++i) {
       const Vec<T> e = delta_in[i] + bias;
       const WithSlope<Vec<T>> delta = p_.delta_softplus ? softplus_with_slope(e) : WithSlope<Vec<T>>{e, broadcast<T>(1)};
@@ -231,52 +231,31 @@ class Backward {
       }
       tile.g = {g_, width};
     }
-    const int valid = static_cast<int>(scan_max(0, scan_min(rows, segments_.valid - row)));
-    spans(tile, batch, block, channel, lanes, row, row + valid);
-    ahead_.ask_for_the_rest();
     const TileTarget<T> du(du_, p_.du, batch, channel, time, lanes, stream_du_);
     const TileTarget<T> ddelta(delta_, p_.ddelta, batch, channel, time, lanes, stream_ddelta_);
     const TileTarget<T> dz(dz_, p_.dz, batch, channel, time, lanes, stream_dz_);
-    finish(tile, block, skip, rows, valid, du, ddelta, dz);
+    const BackwardEnd<T> end{
+        du.rows, ddelta.rows, dz.rows, slope_, p_.z ? dz_ : nullptr, vector(skip_, block), vector(dD_, block), vector(dbias_, block)};
+    tile.end = &end;
+    const int valid = static_cast<int>(scan_max(0, scan_min(rows, segments_.valid - row)));
+    spans(tile, batch, block, channel, lanes, row, row + valid);
+    ahead_.ask_for_the_rest();
+    for (int i = valid; i < rows; ++i) {
+      du.rows.put(i, zero<T>());
+      ddelta.rows.put(i, zero<T>());
+      if (p_.z) dz.rows.put(i, zero<T>());
+    }
     du.finish(rows);
     ddelta.finish(rows);
     dz.finish(rows);
   }
 
-  // du = D g + delta s1;   ddelta = (u s1 + s2) softplus';   dz = dout silu' (y + D u)
-  void finish(const BackwardTile<T>& tile, int64_t block, Vec<T> skip, int rows, int valid, const TileTarget<T>& to_du,
-              const TileTarget<T>& to_ddelta, const TileTarget<T>& to_dz) {
-    constexpr T ln2 = T(0.693147180559945309417);
-    Vec<T> dD = load(vector(dD_, block)), dbias = load(vector(dbias_, block));
-    for (int i = 0; i < valid; ++i) {
-      const Vec<T> u = tile.u[i], g = tile.g[i], s1 = load(s1_ + i * width);
-      const Vec<T> ddelta = (u * s1 + ln2 * load(s2_ + i * width)) * load(slope_ + i * width);
-      to_du.put(i, skip * g + load(delta_ + i * width) * s1);
-      to_ddelta.put(i, ddelta);
-      if (p_.z) to_dz.put(i, load(dz_ + i * width) * (load(y_ + i * width) + skip * u));
-      dD += g * u;
-      dbias += ddelta;
-    }
-    store(vector(dD_, block), dD);
-    store(vector(dbias_, block), dbias);
-    for (int i = valid; i < rows; ++i) {
-      to_du.put(i, zero<T>());
-      to_ddelta.put(i, zero<T>());
-      if (p_.z) to_dz.put(i, zero<T>());
-    }
-  }
-
-  // The rows [row, valid) of the row block, from the last span (a piece of one segment within a chunk) to the first.
+  // The rows [row, valid) of the row block, from the last span (a piece of one segment) to the first.
   void spans(const BackwardTile<T>& tile, int64_t batch, int64_t block, int64_t channel, int lanes, int row, int valid) {
-    int8_t starts[max_tile + 1];
+    int8_t starts[scan_tile_rows + 1];
     int count = 0;
-    for (int from = row; from < valid; from = segments_.next(from, valid, time_, selective_scan_chunk)) {
+    for (int from = row; from < valid; from = segments_.next(from, valid)) {
       starts[count++] = static_cast<int8_t>(from - row);
-    }
-    if (p_.dstate == 0) {
-      for (int i = 0; i < (valid - row) * width; i += width) {
-        for (T* sums : {y_, s1_, s2_}) store(sums + i, zero<T>());
-      }
     }
     T* lambda = table(lambda_, block);
     for (int k = count - 1; k >= 0; --k) {
@@ -301,7 +280,8 @@ class Backward {
   void span(const BackwardTile<T>& tile, int64_t block, int in_tile, int rows, int in_block) {
     const auto from = [&](TileRows<T> r) { return TileRows<T>{r.data + in_tile * r.pitch, r.pitch}; };
     const int64_t at = in_tile * width;
-    BackwardTile<T> piece{from(tile.delta), from(tile.u), from(tile.g), tile.y + at, tile.s1 + at, tile.s2 + at, nullptr};
+    const BackwardEnd<T> end = tile.end->from(in_tile);
+    BackwardTile<T> piece{from(tile.delta), from(tile.u), from(tile.g), tile.y + at, tile.s1 + at, tile.s2 + at, nullptr, nullptr};
     const T* A2 = table(A2_, block);
     T *lambda = table(lambda_, block), *dA = table(dA_, block);
     const int64_t row_step = p_.dstate * width;
@@ -315,6 +295,7 @@ class Backward {
     const ScanRows<T> B{B_now_.data + in_block * B_now_.row_step, B_now_.row_step, B_now_.state_step};
     const ScanRows<T> C{C_now_.data + in_block * C_now_.row_step, C_now_.row_step, C_now_.state_step};
     for_state_pieces<backward_states_in_registers>(p_.dstate, [&](int64_t n, auto count) __attribute__((always_inline)) {
+      if (n + count == p_.dstate) piece.end = &end;
       piece.ahead = ahead_.take(2 * rows);
       const auto core =
           blocks_.per_lane ? scan_states_backward<decltype(count)::value, true, T> : scan_states_backward<decltype(count)::value, false, T>;
@@ -362,15 +343,15 @@ class Backward {
   bool fresh_ = false;  // nothing was added to the lane partials yet
   ScanSegments segments_;
   ScanAhead<backward_lines_per_row> ahead_;
-  alignas(64) T delta_[max_tile * width];
-  alignas(64) T slope_[max_tile * width];
-  alignas(64) T u_[max_tile * width];
-  alignas(64) T g_[max_tile * width];
-  alignas(64) T dz_[max_tile * width];
-  alignas(64) T du_[max_tile * width];
-  alignas(64) T y_[max_tile * width];
-  alignas(64) T s1_[max_tile * width];
-  alignas(64) T s2_[max_tile * width];
+  alignas(64) T delta_[scan_tile_rows * width];
+  alignas(64) T slope_[scan_tile_rows * width];
+  alignas(64) T u_[scan_tile_rows * width];
+  alignas(64) T g_[scan_tile_rows * width];
+  alignas(64) T dz_[scan_tile_rows * width];
+  alignas(64) T du_[scan_tile_rows * width];
+  alignas(64) T y_[scan_tile_rows * width];
+  alignas(64) T s1_[scan_tile_rows * width];
+  alignas(64) T s2_[scan_tile_rows * width];
 };
 
 // Items are (batch block, cell); a thread takes neighbouring cells of a batch block together, as many as its tables hold.

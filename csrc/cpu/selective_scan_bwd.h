@@ -7,8 +7,22 @@
 namespace mamba::cpu::MAMBA_CPU_LEVEL {
 
 inline constexpr int backward_states_in_registers = 8;
-inline constexpr int backward_lines_per_row = 2;
-inline constexpr int chunk_rows = static_cast<int>(selective_scan_chunk);
+inline constexpr int backward_lines_per_row = 3;
+
+// What follows the last piece of states, row by row:
+//   du = D g + delta s1;   ddelta = (u s1 + s2) softplus';   dz = dout silu' (y + D u)
+template <class T>
+struct BackwardEnd {
+  TargetRows<T> du, ddelta, dz;
+  const T *slope, *gate;  // softplus'; dout silu', null without z
+  const T* skip;
+  T *dD, *dbias;  // sums
+
+  MAMBA_INLINE BackwardEnd from(int row) const {
+    constexpr int width = Simd<T>::width;
+    return {du.from(row), ddelta.from(row), dz.from(row), slope + row * width, gate ? gate + row * width : nullptr, skip, dD, dbias};
+  }
+};
 
 // What one piece of states reads and writes, row by row. `y`, `s1` and `s2` accumulate over pieces: y = sum C h, s1 = sum lambda B,
 // s2 = sum lambda A w (A in units of log 2).
@@ -16,6 +30,7 @@ template <class T>
 struct BackwardTile {
   TileRows<T> delta, u, g;
   T *y, *s1, *s2;
+  const BackwardEnd<T>* end;  // of the last piece
   const void* const* ahead;
 };
 
@@ -29,7 +44,7 @@ struct LaneSums {
   int64_t before_step;
 };
 
-// For `Count` states and up to chunk_rows rows, from the states that enter the first row and the adjoint that leaves the last:
+// For `Count` states and up to scan_tile_rows rows, from the states that enter the first row and the adjoint that leaves the last:
 //   w = exp(delta A) h;   h = w + delta u B;   lambda = g C + (a lambda of the next row)
 //   dA += lambda delta w;   dB += lambda delta u;   dC += g h
 template <int Count, bool PerLane, class T>
@@ -37,11 +52,15 @@ __attribute__((noinline)) void scan_states_backward(const BackwardTile<T>& tile,
                                                     T* lambda, T* dA, ScanRows<T> B, ScanRows<T> C, LaneSums<T> dB, LaneSums<T> dC,
                                                     T* buffer) {
   constexpr int width = Simd<T>::width;
+  constexpr T ln2 = T(0.693147180559945309417);
+  const bool last = tile.end != nullptr;
+  const BackwardEnd<T> end = last ? *tile.end : BackwardEnd<T>{};
+  const Vec<T> skip = last ? load(end.skip) : zero<T>();
   {
-    Vec<T> h[Count];
+    Vec<T> h[Count + 1];
     unroll<Count>([&](auto n) __attribute__((always_inline)) { h[n] = load(states + n * width); });
     for (int i = 0; i < rows; ++i) {
-      const Vec<T> delta = tile.delta[i], g = tile.g[i], delta_u = delta * tile.u[i];
+      const Vec<T> delta = tile.delta[i], u = tile.u[i], g = tile.g[i], delta_u = delta * u;
       const T *b_row = B.data + i * B.row_step, *c_row = C.data + i * C.row_step;
       T *kept = buffer + i * 2 * Count * width, *dC_row = dC.data + i * dC.row_step;
       const T* dC_before = dC.before + i * dC.before_step;
@@ -58,16 +77,19 @@ __attribute__((noinline)) void scan_states_backward(const BackwardTile<T>& tile,
         y += c * h[n];
         store(dC_row + n * width, load(dC_before + n * width) + g * h[n]);
       });
-      store(tile.y + i * width, y);
+      if (!last)
+        store(tile.y + i * width, y);
+      else if (end.gate)
+        end.dz.put(i, load(end.gate + i * width) * (y + skip * u));
     }
   }
-  Vec<T> next[Count], sum_A[Count];
+  Vec<T> next[Count + 1], sum_A[Count + 1], dD = last ? load(end.dD) : zero<T>(), dbias = last ? load(end.dbias) : zero<T>();
   unroll<Count>([&](auto n) __attribute__((always_inline)) {
     next[n] = load(lambda + n * width);
     sum_A[n] = load(dA + n * width);
   });
   for (int i = rows - 1; i >= 0; --i) {
-    const Vec<T> delta = tile.delta[i], g = tile.g[i], delta_u = delta * tile.u[i];
+    const Vec<T> delta = tile.delta[i], u = tile.u[i], g = tile.g[i], delta_u = delta * u;
     const T *b_row = B.data + i * B.row_step, *c_row = C.data + i * C.row_step, *kept = buffer + i * 2 * Count * width;
     T* dB_row = dB.data + i * dB.row_step;
     const T* dB_before = dB.before + i * dB.before_step;
@@ -84,8 +106,20 @@ __attribute__((noinline)) void scan_states_backward(const BackwardTile<T>& tile,
       store(dB_row + n * width, load(dB_before + n * width) + l * delta_u);
       next[n] = l * load(kept + (2 * n) * width);
     });
-    store(tile.s1 + i * width, s1);
-    store(tile.s2 + i * width, s2);
+    if (last) {
+      const Vec<T> ddelta = (u * s1 + ln2 * s2) * load(end.slope + i * width);
+      end.du.put(i, skip * g + delta * s1);
+      end.ddelta.put(i, ddelta);
+      dD += g * u;
+      dbias += ddelta;
+    } else {
+      store(tile.s1 + i * width, s1);
+      store(tile.s2 + i * width, s2);
+    }
+  }
+  if (last) {
+    store(end.dD, dD);
+    store(end.dbias, dbias);
   }
   unroll<Count>([&](auto n) __attribute__((always_inline)) {
     store(lambda + n * width, next[n]);
@@ -98,7 +132,7 @@ template <class T>
 struct BackwardPlan {
   static constexpr int width = Simd<T>::width;
   ScanBlocks<T> blocks;
-  ScanRowPlan rows;
+  int block_rows;
   ScanMatrix B, C;
   int64_t cells_per_run, cells;
   int64_t batch_rows, batch_blocks;  // batch rows of a block, and blocks
@@ -115,7 +149,7 @@ struct BackwardPlan {
     // At most 32 blocks, and sums of dA no larger than a quarter of u.
     batch_rows = scan_max(1, scan_max(ceil_div(p.batch, 32), ceil_div(4 * p.dstate, scan_max(1, p.seqlen))));
     batch_blocks = ceil_div(p.batch, batch_rows);
-    rows = scan_row_plan(p, blocks.per_lane);
+    block_rows = scan_block_rows(p, blocks.per_lane);
   }
 
   MAMBA_INLINE int64_t first_block(int64_t cell) const {

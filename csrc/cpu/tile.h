@@ -186,6 +186,25 @@ inline bool streams_tiles(const View<3>& view, int64_t batch, int64_t dim, int64
   return (batch == 1 || view.stride[0] * size % 64 == 0) && view.stride[3 - contiguous] * size % 64 == 0;
 }
 
+// Rows of lanes to write, `pitch` apart; `stream`: past the caches.
+template <class T>
+struct TargetRows {
+  T* data;
+  int64_t pitch;
+  bool stream;
+
+  MAMBA_INLINE T* operator[](int row) const { return data + row * pitch; }
+  MAMBA_INLINE TargetRows from(int row) const { return {data + row * pitch, pitch, stream}; }
+
+  // A row that is not read again.
+  MAMBA_INLINE void put(int row, Vec<T> value) const {
+    if (is_whole_line<T, T> && stream)
+      stream_as(data + row * pitch, value);
+    else
+      store(data + row * pitch, value);
+  }
+};
+
 // Where the rows of a tile of a (batch, dim, seqlen) output are written: the output itself where it holds rows of T, else `tile`, which
 // finish() then converts. Nothing for an absent output. `stream`: see streams_tiles; the tile must then start on a whole cache line.
 template <class T>
@@ -194,23 +213,14 @@ class TileTarget {
   TileTarget(T* tile, const View<3>& view, int64_t batch, int64_t channel, int64_t time, int lanes, bool stream)
       : view_(view), out_(view ? address(view, batch, channel, time) : nullptr), lanes_(lanes), stream_(stream && is_line(out_)) {
     direct_ = view && holds_rows<T>(view.dtype, view.stride[1], lanes);
-    data_ = direct_ ? static_cast<T*>(out_) : tile;
-    pitch_ = direct_ ? view.stride[2] : Simd<T>::width;
+    rows = {direct_ ? static_cast<T*>(out_) : tile, direct_ ? view.stride[2] : Simd<T>::width, direct_ && stream_};
   }
 
-  MAMBA_INLINE T* operator[](int row) const { return data_ + row * pitch_; }
-  MAMBA_INLINE int64_t pitch() const { return pitch_; }
+  TargetRows<T> rows;
 
-  // A row that is not read again.
-  MAMBA_INLINE void put(int row, Vec<T> value) const {
-    if (is_whole_line<T, T> && direct_ && stream_)
-      stream_as(data_ + row * pitch_, value);
-    else
-      store(data_ + row * pitch_, value);
-  }
-
-  void finish(int rows) const {
-    if (out_ && !direct_) store_tile(data_, out_, view_.dtype, view_.stride[2], view_.stride[1], rows, lanes_, Simd<T>::width, stream_);
+  void finish(int count) const {
+    if (out_ && !direct_)
+      store_tile(rows.data, out_, view_.dtype, view_.stride[2], view_.stride[1], count, lanes_, Simd<T>::width, stream_);
   }
 
  private:
@@ -218,8 +228,6 @@ class TileTarget {
   void* out_;
   int lanes_;
   bool direct_, stream_;
-  T* data_;
-  int64_t pitch_;
 };
 
 }  // namespace mamba::cpu::MAMBA_CPU_LEVEL

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(scan_threads, sizeof(Accumulate<S>) == 8 ? 2 :
   const ForwardTile<T> tile(plan);
   const ScanPlace at(p, plan);
   const int64_t saved = split_offset(p, plan, at.b, at.split, at.channel),
-                chunks = (p.seqlen + selective_scan_chunk - 1) / selective_scan_chunk;
+                chunks = (p.seqlen + selective_scan_chunk_cuda - 1) / selective_scan_chunk_cuda;
   T* const chunk_states = static_cast<T*>(p.chunk_states);
   T h[scan_held] = {}, A[scan_held] = {}, B[scan_held] = {}, C[scan_held] = {}, decay_sum = 0;
   bool reset = false;  // a segment starts within this split
@@ -85,8 +85,8 @@ __global__ void __launch_bounds__(scan_threads, sizeof(Accumulate<S>) == 8 ? 2 :
           if (live) enter_segment(h, p, start, at.channel, n);
           reset = true;
         }
-        if (!summary && chunk_states && live && (begin + t) % selective_scan_chunk == 0) {
-          const int64_t chunk = at.b * chunks + (begin + t) / selective_scan_chunk;
+        if (!summary && chunk_states && live && (begin + t) % selective_scan_chunk_cuda == 0) {
+          const int64_t chunk = at.b * chunks + (begin + t) / selective_scan_chunk_cuda;
           store_items(chunk_states + (chunk * p.dim + at.channel) * p.dstate + n, h, 1, 0, p.dstate - n);
         }
         T sum = 0;

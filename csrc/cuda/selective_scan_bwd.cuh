@@ -4,7 +4,7 @@
 
 namespace mamba::cuda {
 
-constexpr int chunk = int(selective_scan_chunk), warps = scan_threads / 32;
+constexpr int chunk = int(selective_scan_chunk_cuda), warps = scan_threads / 32;
 
 // Partial sums. channel_sums: per (batch, split) dA, then dB, dC of constant B, C, each (dim, dstate), then dD, ddelta_bias (dim).
 // projections: per (batch, block of channels, time) dB, then dC.

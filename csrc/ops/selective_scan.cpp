@@ -90,7 +90,12 @@ void fill_inputs(SelectiveScanInputs& p, const Checker& check, const Tensor& u, 
 
 // Flat, because a size that is 1 for short sequences would make compiled programs specialise on it.
 int64_t chunk_states_size(const SelectiveScanInputs& p) {
-  return p.batch * ((p.seqlen + selective_scan_chunk - 1) / selective_scan_chunk) * p.dstate * p.dim;
+#if MAMBA_CUDA
+  constexpr int64_t chunk = selective_scan_chunk_cuda;
+#else
+  constexpr int64_t chunk = selective_scan_chunk_cpu;
+#endif
+  return p.batch * ((p.seqlen + chunk - 1) / chunk) * p.dstate * p.dim;
 }
 
 std::tuple<Tensor, Tensor, Tensor> selective_scan_fwd(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, OptionalTensor D,

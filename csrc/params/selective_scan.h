@@ -25,7 +25,7 @@ struct SelectiveScanInputs {
 struct SelectiveScanFwd : SelectiveScanInputs {
   View<3> out;                   // (batch, dim, seqlen), dtype of u
   View<3> last_state;            // (batch or S, dim, dstate), any floating dtype; optional
-  void* chunk_states = nullptr;  // acc, or null; see selective_scan_chunk
+  void* chunk_states = nullptr;  // acc, or null; see below
 };
 
 struct SelectiveScanBwd : SelectiveScanInputs {
@@ -39,9 +39,10 @@ struct SelectiveScanBwd : SelectiveScanInputs {
   View<3> dinitial_state;              // only with initial_state
 };
 
-// chunk_states is contiguous acc of shape (batch, ceil(seqlen / selective_scan_chunk), dstate, dim): entry (b, k, n, d) is the state that
-// enters time k * selective_scan_chunk (after a segment start at that time has replaced it).
-inline constexpr int64_t selective_scan_chunk = 8;
+// chunk_states is contiguous acc, batch * ceil(seqlen / chunk) * dstate * dim numbers in an order of the kernels' own: the states that
+// enter the times 0, chunk, 2 chunk, ... (after a segment start at that time has replaced them). The backward works chunk by chunk, CPU
+// kernels in the first-level cache, CUDA kernels in registers.
+inline constexpr int64_t selective_scan_chunk_cpu = 32, selective_scan_chunk_cuda = 8;
 
 }  // namespace mamba
 

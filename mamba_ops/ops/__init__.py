@@ -26,7 +26,7 @@ MODULES = (
 
 
 def register(namespace: str) -> None:
-    """Register the Python half of every operator for `namespace`; tests use it for a second build of the library."""
+    """Register the Python half of every operator for `namespace`; tests use it for CUDA kernels that run on the CPU."""
     for module in MODULES:
         module.register(namespace)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from .. import _autograd
+from .. import _autograd, _library
 from .._check import Checker, accumulate_type, dtype_name, empty_gradient, empty_sequence, tuple_text
 
-CHUNK = 8  # rows between stored states; selective_scan_chunk in csrc/params/selective_scan.h
+CHUNK = {"cpu": 32, "cuda": 8}  # times between stored states; selective_scan_chunk_* in csrc/params/selective_scan.h
 
 
 def selective_scan(
@@ -122,21 +124,25 @@ def _check(check, u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx, c
     return state
 
 
-def _chunk_states_size(u, A):
+def _chunk_states_size(namespace, u, A):
     """Flat, because a size that is 1 for short sequences would make compiled programs specialise on it."""
-    return u.shape[0] * ((u.shape[2] + CHUNK - 1) // CHUNK) * A.shape[1] * u.shape[1]
+    chunk = CHUNK["cuda" if namespace != _library.NAMESPACE or u.is_cuda else "cpu"]
+    return u.shape[0] * ((u.shape[2] + chunk - 1) // chunk) * A.shape[1] * u.shape[1]
 
 
-def _fake_fwd(u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx, cu_seqlens, delta_softplus, save_states):
+def _fake_fwd(
+    namespace, u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx, cu_seqlens, delta_softplus, save_states
+):
     check = Checker("selective_scan", "u", u)
     state = _check(check, u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx, cu_seqlens)
     acc = accumulate_type(u.dtype)
     last_state = u.new_empty(tuple(state.values()), dtype=acc)
-    chunk_states = u.new_empty((_chunk_states_size(u, A) if save_states else 0,), dtype=acc)
+    chunk_states = u.new_empty((_chunk_states_size(namespace, u, A) if save_states else 0,), dtype=acc)
     return empty_sequence(u), last_state, chunk_states
 
 
 def _fake_bwd(
+    namespace,
     dout,
     dlast_state,
     u,
@@ -160,7 +166,7 @@ def _fake_bwd(
     check.same_dtype("dout", dout)
     check.shape("dlast_state", dlast_state, **state)
     check.floating("dlast_state", dlast_state)
-    size, acc = _chunk_states_size(u, A), accumulate_type(u.dtype)
+    size, acc = _chunk_states_size(namespace, u, A), accumulate_type(u.dtype)
     if chunk_states.dtype != acc or chunk_states.shape != (size,):
         check.fail(
             f"chunk_states must be the contiguous {dtype_name(acc)} tensor of {size} numbers that selective_scan_fwd "
@@ -178,8 +184,8 @@ def register(namespace: str) -> None:
     """Fakes, autograd and autocast of the operators in `namespace`."""
     ops = getattr(torch.ops, namespace)
     library = _autograd.library(namespace)
-    torch.library.register_fake(f"{namespace}::selective_scan_fwd", _fake_fwd, lib=library)
-    torch.library.register_fake(f"{namespace}::selective_scan_bwd", _fake_bwd, lib=library)
+    torch.library.register_fake(f"{namespace}::selective_scan_fwd", partial(_fake_fwd, namespace), lib=library)
+    torch.library.register_fake(f"{namespace}::selective_scan_bwd", partial(_fake_bwd, namespace), lib=library)
     _autograd.define(
         namespace,
         "selective_scan",
