@@ -100,17 +100,9 @@ class Backward {
     }
   }
 
-  // Tile by tile over some neighbouring blocks, so that the lane partials of a tile stay in the cache until they are added up.
+  // Tile by tile over the blocks of the cell, so that the lane partials of a tile stay in the cache until they are added up.
   void run_cell(int64_t batch, int64_t cell, int64_t end) {
     const int64_t first = plan_.first_block(cell), last = plan_.first_block(cell + 1);
-    const int64_t together = scan_tile_rows == plan_.block_rows ? last - first : 4;
-    for (int64_t block = first; block < last; block += together)
-      run_blocks(batch, block, scan_min(block + together, last), end, block == first);
-    if (p_.B_varies) store_sums(sums_B_.get(), dB_.get(), plan_.B, p_.dB, parts_.B.get(), batch, cell);
-    if (p_.C_varies) store_sums(sums_C_.get(), dC_.get(), plan_.C, p_.dC, parts_.C.get(), batch, cell);
-  }
-
-  void run_blocks(int64_t batch, int64_t first, int64_t last, int64_t end, bool set) {
     const int tiles = (rows_ + scan_tile_rows - 1) / scan_tile_rows;
     for (int k = tiles - 1; k >= 0; --k) {
       const int row = k * scan_tile_rows, rows = static_cast<int>(scan_min(scan_tile_rows, rows_ - row));
@@ -135,9 +127,11 @@ class Backward {
         if (fresh_) clear_padding(row, rows);
         tile(batch, block, channel, lanes, row, rows);
       }
-      if (p_.B_varies) add_lanes(dB_.get(), sums_B_.get(), row, rows, set);
-      if (p_.C_varies) add_lanes(dC_.get(), sums_C_.get(), row, rows, set);
+      if (p_.B_varies) add_lanes(dB_.get(), sums_B_.get(), row, rows);
+      if (p_.C_varies) add_lanes(dC_.get(), sums_C_.get(), row, rows);
     }
+    if (p_.B_varies) store_sums(sums_B_.get(), dB_.get(), plan_.B, p_.dB, parts_.B.get(), batch, cell);
+    if (p_.C_varies) store_sums(sums_C_.get(), dC_.get(), plan_.C, p_.dC, parts_.C.get(), batch, cell);
   }
 
   // Padding rows are never visited; the first block that adds to the lane partials sets all others.
@@ -163,15 +157,15 @@ class Backward {
     return static_cast<const T*>(p_.chunk_states) + (batch * chunks + time / scan_tile_rows) * p_.dstate * p_.dim + channel;
   }
 
-  // Adds up the lanes of rows [row, row + rows): sums[row][n] = (or +=) the sum of a vector of `partials`.
-  void add_lanes(const T* partials, T* sums, int row, int rows, bool set) {
+  // Adds up the lanes of rows [row, row + rows): sums[row][n] = the sum of a vector of `partials`.
+  void add_lanes(const T* partials, T* sums, int row, int rows) {
     if (blocks_.packed) return;
     const int64_t count = rows * p_.dstate;
     T* to = sums + row * p_.dstate;
     for (int64_t j = 0; j < count; j += width) {
       Vec<T> v[width];
       for (int i = 0; i < width; ++i) v[i] = load(partials + (j + i) * width);
-      const Vec<T> added = set ? sum_each(v) : load(to + j) + sum_each(v);
+      const Vec<T> added = sum_each(v);
       if (j + width <= count)
         store(to + j, added);
       else
