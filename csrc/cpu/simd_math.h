@@ -338,20 +338,19 @@ MAMBA_INLINE SiluParts<V> silu_parts(V x) {
   return {z, bounded, parts.fraction, small_power(parts.n) + parts.fraction, parts.n};
 }
 
-// Scaling twice is dear: vectors whose e^-z is a normal number go without it. e^-z, with e^-42 for z > 42.
+// Scaling twice is dear: vectors whose e^x and e^-x are normal numbers go without it.
 template <class V>
 MAMBA_INLINE bool is_ordinary(V x) {
-  return __builtin_expect(!any(x < (std::is_same_v<Lane<V>, float> ? Lane<V>(-87) : Lane<V>(-700))), 1);
+  return __builtin_expect(!any(abs(x) > (std::is_same_v<Lane<V>, float> ? Lane<V>(87) : Lane<V>(700))), 1);
 }
 
 template <class V>
 MAMBA_INLINE V ordinary_exp_minus(V x) {
   using T = Lane<V>;
-  const V bounded = min(broadcast<T>(42), x);
 #if MAMBA_CPU_AVX512
-  if constexpr (sizeof(T) == 4) return exp_by_table(-bounded);
+  if constexpr (sizeof(T) == 4) return exp_by_table(-x);
 #endif
-  const ExpParts<V> parts = exp_minus_parts(bounded);
+  const ExpParts<V> parts = exp_minus_parts(x);
   return bit_cast<V>(bit_cast<IntVec<T>>(parts.fraction) - (bit_cast<IntVec<T>>(parts.n.shifted) << FloatFormat<T>::mantissa_bits));
 }
 
@@ -386,8 +385,8 @@ template <class V>
 MAMBA_INLINE WithSlope<V> silu_with_slope(V x) {
   using T = Lane<V>;
   if (is_ordinary(x)) {
-    const V e = ordinary_exp_minus(x), s = T(1) / (e + T(1));
-    return {x * s, s * (min(broadcast<T>(42), x) * (e * s) + T(1))};
+    const V e = ordinary_exp_minus(x), s = T(1) / (e + T(1)), value = x * s;
+    return {value, value * (e * s) + s};
   }
   const SiluParts<V> p = silu_parts(x);
   const V q = T(1) / p.d;
