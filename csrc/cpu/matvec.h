@@ -1,57 +1,53 @@
-// Rows of a matrix times a few vectors, for decoding: bound by reading the matrix, which is read once, in the order it lies in memory.
+// Rows of a matrix times a batch of vectors, for decoding. Every weight is read from memory once, in the order it lies there, whatever the
+// batch.
+//
+// Registers are seen as parts of 128 bits, with four cells each: a float, or a pair of bfloat16. The parts of a register of weights hold
+// the same 16 bytes of a row, those of a register of numbers as many vectors of the batch. So four rows times four registers of numbers
+// need eight loads for sixteen multiply-adds, and only the four cells of a part are left to be added up at the end.
 #pragma once
 
 #include "cpu/simd.h"
 
 namespace mamba::cpu::MAMBA_CPU_LEVEL {
 
-constexpr int tile_batch = 4;  // vectors that share one load of a weight
+constexpr int batch_parts = Simd<float>::width / 4;  // vectors of the batch in one register
+constexpr int batch_registers = 4;                   // at most, at a time
 
-// What weights stored as S are multiplied with, and how. `step` columns at a time: load(weights), then add(total, loaded, numbers) for
-// each vector; rest(...) for the columns behind the last whole step. arrange(...) puts a row of floats into the order that add expects.
+// 16 bytes in every part.
+MAMBA_INLINE Vec<float> spread(const void* from) {
+#if MAMBA_CPU_AVX512
+  return bit_cast<Vec<float>>(_mm512_broadcast_i32x4(_mm_loadu_si128(static_cast<const __m128i*>(from))));
+#elif MAMBA_CPU_AVX2
+  return bit_cast<Vec<float>>(_mm256_broadcastsi128_si256(_mm_loadu_si128(static_cast<const __m128i*>(from))));
+#else
+  return load(static_cast<const float*>(from));
+#endif
+}
+
+// What weights stored as S are multiplied with, and how. `columns` of a row at a time: load(weights) gives `terms` registers, each to be
+// multiplied with and added by add(...); pack(...) puts the numbers beside them into 4 `terms` cells.
 template <class S>
 struct Product {
-  using Number = float;
-  static constexpr int width = Simd<float>::width, step = 2 * width;
+  static constexpr int columns = Simd<float>::width, terms = columns / 4;
   struct Weights {
-    Vec<float> first, second;
+    Vec<float> term[terms];
   };
 
-  // Two bfloat16 are the halves of one 32-bit lane: all the even ones first, then the odd ones, is half the work of widening in order.
   static MAMBA_INLINE Weights load(const S* from) {
-    if constexpr (std::is_same_v<S, bf16>) {
-      using Wide = typename VectorOf<uint32_t, width>::type;
-      Wide bits;
-      __builtin_memcpy(&bits, from, sizeof bits);
-      return {bit_cast<Vec<float>>(bits << 16), bit_cast<Vec<float>>(bits & 0xffff0000u)};
+    Weights weights;
+    if constexpr (std::is_same_v<S, float>) {
+      for (int i = 0; i < terms; ++i) weights.term[i] = spread(from + 4 * i);
     } else {
-      return {load_as<float>(from), load_as<float>(from + width)};
+      float numbers[columns];
+      store(numbers, load_as<float>(from));
+      for (int i = 0; i < terms; ++i) weights.term[i] = spread(numbers + 4 * i);
     }
+    return weights;
   }
 
-  static MAMBA_INLINE Vec<float> add(Vec<float> total, const Weights& weights, const float* x) {
-    return (total + weights.first * load_as<float>(x)) + weights.second * load_as<float>(x + width);
-  }
+  static MAMBA_INLINE Vec<float> add(Vec<float> total, Vec<float> weights, Vec<float> numbers) { return total + weights * numbers; }
 
-  // x is zero-padded to whole vectors.
-  static MAMBA_INLINE Vec<float> rest(Vec<float> total, const S* weights, const float* x, int64_t columns) {
-    for (int64_t k = 0; k < columns; k += width) {
-      const int64_t count = columns - k;
-      const Vec<float> w = count < width ? load_partial<float>(weights + k, static_cast<int>(count)) : load_as<float>(weights + k);
-      total += w * load_as<float>(x + k);
-    }
-    return total;
-  }
-
-  static void arrange(const float* x, int64_t columns, int64_t stride, float* to) {
-    int64_t k = 0;
-    for (; k + step <= columns; k += step)
-      for (int i = 0; i < width; ++i) {
-        to[k + i] = x[k + 2 * i];
-        to[k + width + i] = x[k + 2 * i + 1];
-      }
-    for (; k < stride; ++k) to[k] = x[k];
-  }
+  static MAMBA_INLINE void pack(const float* numbers, float* cells) { __builtin_memcpy(cells, numbers, columns * sizeof(float)); }
 };
 
 #if MAMBA_CPU_AVX512
@@ -62,125 +58,146 @@ struct paired_bf16 {
 
 template <>
 struct Product<paired_bf16> {
-  using Number = bf16;
-  static constexpr int step = 32;
-  using Weights = __m512i;
+  static constexpr int columns = 8, terms = 1;
+  struct Weights {
+    Vec<float> term[terms];
+  };
 
-  static MAMBA_INLINE Weights load(const paired_bf16* from) { return _mm512_loadu_si512(from); }
+  static MAMBA_INLINE Weights load(const paired_bf16* from) { return {{spread(from)}}; }
 
   // As an instruction, not an intrinsic, so that the file needs no flag that this CPU may not have.
-  static MAMBA_INLINE Vec<float> add(Vec<float> total, Weights weights, const bf16* x) {
-    const __m512i numbers = _mm512_loadu_si512(x);
+  static MAMBA_INLINE Vec<float> add(Vec<float> total, Vec<float> weights, Vec<float> numbers) {
     asm("vdpbf16ps %2, %1, %0" : "+v"(total) : "v"(weights), "v"(numbers));
     return total;
   }
 
-  static MAMBA_INLINE Vec<float> rest(Vec<float> total, const paired_bf16* weights, const bf16* x, int64_t columns) {
-    if (columns == 0) return total;
-    return add(total, _mm512_maskz_loadu_epi16((1u << columns) - 1, weights), x);
-  }
-
-  static void arrange(const float* x, int64_t columns, int64_t stride, bf16* to) {
-    constexpr int width = Simd<float>::width;
-    int64_t k = 0;
-    for (; k < columns; k += width) store_as(to + k, mamba::cpu::MAMBA_CPU_LEVEL::load(x + k));
-    for (; k < stride; k += width) store_as(to + k, zero<float>());
+  static MAMBA_INLINE void pack(const float* numbers, float* cells) {
+    using Wide = VectorOf<uint32_t, columns>::type;
+    Wide bits;
+    __builtin_memcpy(&bits, numbers, sizeof bits);
+    const auto pairs = narrow<VectorOf<uint16_t, columns>::type>(narrow_bf16(bits) >> 16);
+    __builtin_memcpy(cells, &pairs, sizeof pairs);
   }
 };
 #endif
 
-// `batch` rows of numbers, `stride` apart, zero-padded.
+constexpr int64_t round_up(int64_t count, int64_t step) { return (count + step - 1) / step * step; }
+
+// Vectors of the batch, those included that only fill a register.
+constexpr int64_t filled_batch(int64_t batch) { return round_up(batch, batch_parts); }
+
+// A batch of vectors as products with weights of type S take them. Up to batch_registers registers of vectors form a group; a group holds,
+// for every step of columns and every term, one register after the other.
 template <class S>
 struct Vectors {
-  const typename Product<S>::Number* data;
-  int64_t stride;
+  const float* data;
+  int64_t batch, size;  // size: cells of one vector
+
+  static int registers(int64_t batch) {
+    const int64_t count = (batch + batch_parts - 1) / batch_parts;
+    return static_cast<int>(count < batch_registers ? count : batch_registers);
+  }
 };
 
-// Floats that arrange() needs for a row.
-constexpr int64_t arranged_size(int64_t columns) { return (columns + 31) / 32 * 32; }
-
-// `batch` rows of `columns` floats, zero-padded to `stride`, as products with weights of type S take them: x itself, or a copy in `to`.
+// `batch` rows of `columns` floats, `stride` apart; `to` has room for filled_batch(batch) rows of columns rounded up to whole vectors.
 template <class S>
 Vectors<S> arrange(const float* x, int64_t columns, int64_t stride, int64_t batch, float* to) {
-  using Number = typename Product<S>::Number;
-  if constexpr (std::is_same_v<S, float> || std::is_same_v<S, f16>) {
-    return {x, stride};
-  } else {
-    const int64_t arranged = std::is_same_v<Number, float> ? stride : arranged_size(columns);
-    Number* rows = reinterpret_cast<Number*>(to);
-    for (int64_t b = 0; b < batch; ++b) Product<S>::arrange(x + b * stride, columns, arranged, rows + b * arranged);
-    return {rows, arranged};
+  using P = Product<S>;
+  const int64_t size = round_up(columns, P::columns) / P::columns * P::terms * 4;
+  for (int64_t first = 0; first < batch; first += batch_registers * batch_parts) {
+    const int filled = Vectors<S>::registers(batch - first) * batch_parts;
+    float* cell = to + first * size;
+    for (int64_t k = 0; k < columns; k += P::columns, cell += P::terms * filled * 4)
+      for (int i = 0; i < filled; ++i) {
+        const float* numbers = x + (first + i < batch ? first + i : batch - 1) * stride + k;
+        float rest[P::columns] = {}, cells[4 * P::terms];
+        if (k + P::columns > columns) {
+          __builtin_memcpy(rest, numbers, (columns - k) * sizeof(float));
+          numbers = rest;
+        }
+        P::pack(numbers, cells);
+        for (int term = 0; term < P::terms; ++term) __builtin_memcpy(cell + (term * filled + i) * 4, cells + 4 * term, 4 * sizeof(float));
+      }
   }
+  return {to, batch, size};
 }
 
-// `Rows` neighbouring rows of a matrix times tile_batch vectors: sums[j * width + r] holds the lane sums of row r and vector j. Meanwhile
-// every `parts`th of the rows, from `part` on, of the next block is asked for.
-template <int Rows, class S>
-MAMBA_INLINE void multiply(const S* weights, int64_t columns, const Vectors<S>& x, Vec<float>* sums, int part, int parts) {
+// `Rows` rows times a group: totals[r * Registers + i] is row r times register i, the cells of each part still to be added up. Meanwhile
+// the memory from `ahead` on is asked for, as much as is read.
+template <int Rows, int Registers, class S>
+MAMBA_INLINE void multiply(const S* const (&rows)[Rows], int64_t columns, const float* x, const char* ahead, Vec<float>* totals) {
   using P = Product<S>;
-  constexpr int width = Simd<float>::width;
-  Vec<float> total[Rows][tile_batch];
+  constexpr int width = Simd<float>::width, bytes = Rows * P::columns * sizeof(S);
+  Vec<float> total[Rows][Registers];
   for (int r = 0; r < Rows; ++r)
-    for (int j = 0; j < tile_batch; ++j) total[r][j] = zero<float>();
-  int64_t k = 0;
-  for (; k + P::step <= columns; k += P::step) {
-    for (int r = part; r < Rows; r += parts) {
-      const char* ahead = reinterpret_cast<const char*>(weights + (r + width) * columns + k);
-      for (size_t byte = 0; byte < P::step * sizeof(S); byte += 64) __builtin_prefetch(ahead + byte, 0, 2);
-    }
+    for (int i = 0; i < Registers; ++i) total[r][i] = zero<float>();
+  const auto step = [&](const auto& weights_of) __attribute__((always_inline)) {
+    Vec<float> numbers[P::terms][Registers];
 #pragma GCC unroll 4
+    for (int term = 0; term < P::terms; ++term)
+#pragma GCC unroll 4
+      for (int i = 0; i < Registers; ++i) numbers[term][i] = load(x + (term * Registers + i) * width);
+#pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r) {
-      const auto w = P::load(weights + r * columns + k);
+      const auto weights = weights_of(r);
 #pragma GCC unroll 4
-      for (int j = 0; j < tile_batch; ++j) total[r][j] = P::add(total[r][j], w, x.data + j * x.stride + k);
+      for (int term = 0; term < P::terms; ++term)
+#pragma GCC unroll 4
+        for (int i = 0; i < Registers; ++i) total[r][i] = P::add(total[r][i], weights.term[term], numbers[term][i]);
     }
-  }
-  for (int r = 0; r < Rows; ++r)
-    for (int j = 0; j < tile_batch; ++j)
-      sums[j * width + r] = P::rest(total[r][j], weights + r * columns + k, x.data + j * x.stride + k, columns - k);
-}
-
-// One row times one vector, with running sums enough to hide the latency of the multiply-add. Without prefetches it streams faster than
-// with.
-template <class S>
-MAMBA_INLINE Vec<float> multiply_row(const S* weights, int64_t columns, const typename Product<S>::Number* x) {
-  using P = Product<S>;
-  Vec<float> a = zero<float>(), b = a, c = a, d = a;
+    x += P::terms * Registers * width;
+  };
   int64_t k = 0;
-  for (; k + 4 * P::step <= columns; k += 4 * P::step) {
-    a = P::add(a, P::load(weights + k), x + k);
-    b = P::add(b, P::load(weights + k + P::step), x + k + P::step);
-    c = P::add(c, P::load(weights + k + 2 * P::step), x + k + 2 * P::step);
-    d = P::add(d, P::load(weights + k + 3 * P::step), x + k + 3 * P::step);
+  for (; k + P::columns <= columns; k += P::columns) {
+    for (int byte = 0; byte < bytes; byte += 64) __builtin_prefetch(ahead + byte, 0, 2);
+    ahead += bytes;
+    step([&](int r) __attribute__((always_inline)) { return P::load(rows[r] + k); });
   }
-  for (; k + P::step <= columns; k += P::step) a = P::add(a, P::load(weights + k), x + k);
-  return (P::rest(a, weights + k, x + k, columns - k) + b) + (c + d);
+  if (k < columns)
+    step([&](int r) __attribute__((always_inline)) {
+      S rest[P::columns] = {};
+      __builtin_memcpy(rest, rows[r] + k, (columns - k) * sizeof(S));
+      return P::load(rest);
+    });
+  for (int r = 0; r < Rows; ++r)
+    for (int i = 0; i < Registers; ++i) totals[r * Registers + i] = total[r][i];
 }
 
-// `lanes` rows of a matrix times `batch` vectors: out[b * width + r], zeros in the lanes behind. out has width * batch numbers.
-template <class S>
-void multiply_block(const S* weights, int64_t columns, int lanes, const Vectors<S>& x, int64_t batch, float* out) {
-  constexpr int width = Simd<float>::width, together = width >= 16 ? 4 : 2;
-  const int tiles = static_cast<int>(batch / tile_batch);
-  for (int tile = 0; tile < tiles; ++tile) {
-    const Vectors<S> in = {x.data + tile * tile_batch * x.stride, x.stride};
-    Vec<float> sums[tile_batch * width];
-    int r = 0;
-    for (; r + together <= lanes; r += together) multiply<together>(weights + r * columns, columns, in, sums + r, tile, tiles);
-    for (; r < lanes; ++r) multiply<1>(weights + r * columns, columns, in, sums + r, tile, tiles);
-    for (; r < width; ++r)
-      for (int j = 0; j < tile_batch; ++j) sums[j * width + r] = zero<float>();
-    for (int j = 0; j < tile_batch; ++j) {
-      Vec<float> row[width];
-      for (int i = 0; i < width; ++i) row[i] = sums[j * width + i];
-      store(out + (tile * tile_batch + j) * width, sum_each(row));
-    }
+// `lanes` rows times a group: out[b * width + r], zeros in the lanes behind.
+template <int Registers, class S>
+void multiply_group(const S* weights, int64_t columns, int lanes, const float* x, float* out) {
+  constexpr int width = Simd<float>::width;
+  constexpr int together = Registers == 1 ? (width < 8 ? width : 8) : Registers == 2 || width == 16 ? 4 : 2;  // rows: as registers allow
+  Vec<float> totals[width * Registers];
+  for (int r = 0; r < lanes; r += together) {
+    const S* rows[together];
+    for (int i = 0; i < together; ++i) rows[i] = weights + (r + i < lanes ? r + i : lanes - 1) * columns;
+    const S* ahead = weights + (r + width) * columns;
+    multiply<together, Registers>(rows, columns, x, reinterpret_cast<const char*>(ahead), totals + r * Registers);
   }
-  for (int64_t b = tiles * tile_batch; b < batch; ++b) {
-    const auto* in = x.data + b * x.stride;
-    Vec<float> row[width];
-    for (int i = 0; i < width; ++i) row[i] = i < lanes ? multiply_row(weights + i * columns, columns, in) : zero<float>();
-    store(out + b * width, sum_each(row));
+  for (int i = lanes * Registers; i < width * Registers; ++i) totals[i] = zero<float>();
+  for (int i = 0; i < Registers; ++i) {
+    Vec<float> sums[width];
+    for (int r = 0; r < width; ++r) sums[r] = totals[r * Registers + i];
+    for (int r = 0; r < width; r += 2) sums[r] = sum_step<1>(sums[r], sums[r + 1]);
+    for (int r = 0; r < width; r += 4) sums[r] = sum_step<2>(sums[r], sums[r + 2]);
+    transpose_blocks<width, 4>(sums);  // parts: every fourth holds four rows of as many vectors
+    for (int part = 0; part < batch_parts; ++part) store(out + (i * batch_parts + part) * width, sums[4 * part]);
+  }
+}
+
+// `lanes` rows of a matrix times a batch of vectors: out[b * width + r], zeros in the lanes behind, for filled_batch(batch) vectors.
+template <class S>
+void multiply_block(const S* weights, int64_t columns, int lanes, const Vectors<S>& x, float* out) {
+  for (int64_t b = 0; b < x.batch; b += batch_registers * batch_parts) {
+    const float* from = x.data + b * x.size;
+    float* to = out + b * Simd<float>::width;
+    switch (Vectors<S>::registers(x.batch - b)) {
+      case 1: multiply_group<1>(weights, columns, lanes, from, to); break;
+      case 2: multiply_group<2>(weights, columns, lanes, from, to); break;
+      case 3: multiply_group<3>(weights, columns, lanes, from, to); break;
+      default: multiply_group<4>(weights, columns, lanes, from, to);
+    }
   }
 }
 
