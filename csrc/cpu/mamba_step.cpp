@@ -63,8 +63,8 @@ class Layer : LayerWeights<S> {
   static int64_t projected_size(const MambaStep& p) { return padded_lanes(p.dt_rank + 2 * p.d_state); }  // x_proj's rows: dt, B, C
   static int64_t buffer_size(const MambaStep& p) {
     const int64_t model = padded_lanes(p.d_model), inner = padded_lanes(p.d_inner), projected = projected_size(p);
-    const int64_t rank = padded_lanes(p.dt_rank), wide = model > inner ? model : inner, widest = wide > rank ? wide : rank;
-    return p.batch * (model + 3 * inner + projected) + filled_batch(p.batch) * widest;
+    const int64_t wide = p.d_model > p.d_inner ? p.d_model : p.d_inner, widest = wide > p.dt_rank ? wide : p.dt_rank;
+    return p.batch * (model + 3 * inner + projected) + filled_batch(p.batch) * arranged_size(widest);
   }
 
   void run() {
@@ -77,7 +77,7 @@ class Layer : LayerWeights<S> {
     operand = arrange<S>(input, p.d_model, model, p.batch, arranged);
     each_range(blocks_of(p.d_inner), 2 * width * p.d_model, [&](int64_t begin, int64_t end, float* out) {
       // Where little is computed, all depends on reading memory in order, in one stream that the hardware follows.
-      const int64_t together = p.batch < 4 ? end - begin : 1;
+      const int64_t together = p.batch == 1 ? end - begin : 1;
       for (; begin < end; begin += together) {
         for (int64_t block = begin; block < begin + together; ++block) project_gate(block, out);
         for (int64_t block = begin; block < begin + together; ++block) project_input(block, out);
@@ -144,9 +144,10 @@ class Layer : LayerWeights<S> {
       const float* window = samples + (p.state_len + 1 - p.d_conv) * width;
       V sum = load(conv_bias + channel);
       for (int64_t k = 0; k < p.d_conv; ++k) sum += load(conv_weight + k * inner + channel) * load(window + k * width);
-      store(x + b * inner + channel, silu(sum));
+      store(out + b * width, sum);
       store_tile(samples + width, state, cache.dtype, cache.stride[3], cache.stride[2], static_cast<int>(p.state_len), lanes);
     }
+    for (int64_t b = 0; b < p.batch; ++b) store(x + b * inner + channel, silu(load(out + b * width)));
   }
 
   // delta = softplus(dt_proj r + bias); state = exp(delta A) state + delta x B; y = (C . state + D x) silu(z), for one vector of channels.
@@ -169,15 +170,17 @@ class Layer : LayerWeights<S> {
       const V delta_x = delta * in;
       const float *B = proj + b * projected + p.dt_rank, *C = B + p.d_state;
       V even = load(D + channel) * in, odd = zero<float>();
-      for (int n = 0; n < count; ++n) {
-        const V a = exp2(delta * load(A + n * inner + channel));
-        const V s = a * load(states + n * pitch) + delta_x * broadcast(B[n]);
+      const auto advance = [&](int n, V& sum) __attribute__((always_inline)) {
+        const V s = exp2(delta * load(A + n * inner + channel)) * load(states + n * pitch) + delta_x * broadcast(B[n]);
         store(states + n * pitch, s);
-        if (n & 1)
-          odd += s * broadcast(C[n]);
-        else
-          even += s * broadcast(C[n]);
+        sum += s * broadcast(C[n]);
+      };
+      int n = 0;
+      for (; n + 2 <= count; n += 2) {
+        advance(n, even);
+        advance(n + 1, odd);
       }
+      if (n < count) advance(n, even);
       store(y + b * inner + channel, (even + odd) * load(z + b * inner + channel));
       if (!in_place) store_tile(states, state, cache.dtype, cache.stride[3], cache.stride[2], count, lanes);
     }
@@ -210,7 +213,11 @@ void dispatch_weights(DType dtype, F&& f) {
 #if MAMBA_CPU_AVX512
   if (dtype == DType::bf16 && bf16_instructions) return f(Tag<paired_bf16>{});
 #endif
-  dispatch_floating(dtype, f);
+  switch (dtype) {
+    case DType::bf16: return f(Tag<bf16>{});
+    case DType::f16: return f(Tag<f16>{});
+    default: return f(Tag<float>{});
+  }
 }
 
 }  // namespace
@@ -231,7 +238,7 @@ void mamba_step_logits(const MambaStepLogits& p) {
   dispatch_weights(p.weight_dtype, [&](auto tag) {
     using S = typename decltype(tag)::type;
     const int64_t model = padded_lanes(p.d_model);
-    Scratch<float> hidden(p.batch * model), normed(p.batch * model), arranged(filled_batch(p.batch) * model), weight(model);
+    Scratch<float> hidden(p.batch * model), normed(p.batch * model), arranged(filled_batch(p.batch) * arranged_size(p.d_model)), weight(model);
     read_rows(p.hidden, p.batch, p.d_model, model, hidden.get());
     View<2> row;
     row.data = p.norm_weight.data;

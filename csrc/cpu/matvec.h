@@ -1,19 +1,21 @@
 // Rows of a matrix times a batch of vectors, for decoding. Every weight is read from memory once, in the order it lies there, whatever the
 // batch.
 //
-// Registers are seen as parts of 128 bits, with four cells each: a float, or a pair of bfloat16. The parts of a register of weights hold
-// the same 16 bytes of a row, those of a register of numbers as many vectors of the batch. So four rows times four registers of numbers
-// need eight loads for sixteen multiply-adds, and only the four cells of a part are left to be added up at the end.
+// A register of weights is multiplied with registers of numbers that consist of `Parts` parts, each for another vector of the batch. With
+// one part it holds neighbouring weights of a row; with parts of 128 bits each part holds the same 16 bytes of the row. So four rows times
+// four registers of numbers need eight loads for sixteen multiply-adds, whose results are up to sixteen vectors', and only the four lanes
+// of a part are left to be added up at the end.
 #pragma once
 
 #include "cpu/simd.h"
 
 namespace mamba::cpu::MAMBA_CPU_LEVEL {
 
-constexpr int batch_parts = Simd<float>::width / 4;  // vectors of the batch in one register
-constexpr int batch_registers = 4;                   // at most, at a time
+constexpr int parts = Simd<float>::width / 4;  // of 128 bits
+constexpr int most_registers = 4;              // of numbers, at a time
+constexpr int group_batch = most_registers * parts;
 
-// 16 bytes in every part.
+// The same 16 bytes in every part.
 MAMBA_INLINE Vec<float> spread(const void* from) {
 #if MAMBA_CPU_AVX512
   return bit_cast<Vec<float>>(_mm512_broadcast_i32x4(_mm_loadu_si128(static_cast<const __m128i*>(from))));
@@ -24,30 +26,49 @@ MAMBA_INLINE Vec<float> spread(const void* from) {
 #endif
 }
 
-// What weights stored as S are multiplied with, and how. `columns` of a row at a time: load(weights) gives `terms` registers, each to be
-// multiplied with and added by add(...); pack(...) puts the numbers beside them into 4 `terms` cells.
-template <class S>
-struct Product {
-  static constexpr int columns = Simd<float>::width, terms = columns / 4;
-  struct Weights {
-    Vec<float> term[terms];
-  };
+template <int Parts>
+MAMBA_INLINE Vec<float> load_parts(const void* from) {
+  if constexpr (Parts == 1)
+    return load(static_cast<const float*>(from));
+  else
+    return spread(from);
+}
 
-  static MAMBA_INLINE Weights load(const S* from) {
-    Weights weights;
+// What weights stored as S are multiplied with, and how: `columns` of a row at a time, in `terms` products. load(...) gives the weights of
+// each product in turn, pack(...) the numbers, `lanes` of each.
+template <class S, int Parts>
+struct Product {
+  static constexpr int terms = 4 / sizeof(S), lanes = Simd<float>::width / Parts, columns = terms * lanes;
+
+  static MAMBA_INLINE void load(const S* from, Vec<float> (&weights)[terms]) {
     if constexpr (std::is_same_v<S, float>) {
-      for (int i = 0; i < terms; ++i) weights.term[i] = spread(from + 4 * i);
+      weights[0] = load_parts<Parts>(from);
+    } else if constexpr (std::is_same_v<S, bf16>) {  // the halves of 32 bits: even columns, then odd ones
+      using Wide = typename VectorOf<uint32_t, Simd<float>::width>::type;
+      const Wide bits = bit_cast<Wide>(load_parts<Parts>(from));
+      weights[0] = bit_cast<Vec<float>>(bits << 16);
+      weights[1] = bit_cast<Vec<float>>(bits & 0xffff0000u);
     } else {
-      float numbers[columns];
-      store(numbers, load_as<float>(from));
-      for (int i = 0; i < terms; ++i) weights.term[i] = spread(numbers + 4 * i);
+      using Part = typename VectorOf<uint64_t, Parts>::type;
+      for (int term = 0; term < terms; ++term) {
+        if constexpr (Parts == 1) {
+          weights[term] = load_as<float>(from + term * lanes);
+        } else {
+          uint64_t bits;
+          __builtin_memcpy(&bits, from + term * lanes, sizeof bits);
+          const Part all = bits + Part{};
+          weights[term] = load_as<float>(reinterpret_cast<const S*>(&all));
+        }
+      }
     }
-    return weights;
   }
 
   static MAMBA_INLINE Vec<float> add(Vec<float> total, Vec<float> weights, Vec<float> numbers) { return total + weights * numbers; }
 
-  static MAMBA_INLINE void pack(const float* numbers, float* cells) { __builtin_memcpy(cells, numbers, columns * sizeof(float)); }
+  static MAMBA_INLINE void pack(const float* numbers, float (&packed)[terms][lanes]) {
+    for (int term = 0; term < terms; ++term)
+      for (int i = 0; i < lanes; ++i) packed[term][i] = numbers[std::is_same_v<S, bf16> ? terms * i + term : term * lanes + i];
+  }
 };
 
 #if MAMBA_CPU_AVX512
@@ -56,14 +77,11 @@ struct paired_bf16 {
   uint16_t bits;
 };
 
-template <>
-struct Product<paired_bf16> {
-  static constexpr int columns = 8, terms = 1;
-  struct Weights {
-    Vec<float> term[terms];
-  };
+template <int Parts>
+struct Product<paired_bf16, Parts> {
+  static constexpr int terms = 1, lanes = Simd<float>::width / Parts, columns = 2 * lanes;
 
-  static MAMBA_INLINE Weights load(const paired_bf16* from) { return {{spread(from)}}; }
+  static MAMBA_INLINE void load(const paired_bf16* from, Vec<float> (&weights)[terms]) { weights[0] = load_parts<Parts>(from); }
 
   // As an instruction, not an intrinsic, so that the file needs no flag that this CPU may not have.
   static MAMBA_INLINE Vec<float> add(Vec<float> total, Vec<float> weights, Vec<float> numbers) {
@@ -71,94 +89,132 @@ struct Product<paired_bf16> {
     return total;
   }
 
-  static MAMBA_INLINE void pack(const float* numbers, float* cells) {
-    using Wide = VectorOf<uint32_t, columns>::type;
-    Wide bits;
-    __builtin_memcpy(&bits, numbers, sizeof bits);
-    const auto pairs = narrow<VectorOf<uint16_t, columns>::type>(narrow_bf16(bits) >> 16);
-    __builtin_memcpy(cells, &pairs, sizeof pairs);
+  static MAMBA_INLINE void pack(const float* numbers, float (&packed)[terms][lanes]) {
+    using Wide = VectorOf<uint32_t, 8>::type;
+    for (int i = 0; i < lanes; i += 4) {
+      Wide bits;
+      __builtin_memcpy(&bits, numbers + 2 * i, sizeof bits);
+      const auto pairs = narrow<VectorOf<uint16_t, 8>::type>(narrow_bf16(bits) >> 16);
+      __builtin_memcpy(packed[0] + i, &pairs, sizeof pairs);
+    }
   }
 };
 #endif
 
-constexpr int64_t round_up(int64_t count, int64_t step) { return (count + step - 1) / step * step; }
-
-// Vectors of the batch, those included that only fill a register.
-constexpr int64_t filled_batch(int64_t batch) { return round_up(batch, batch_parts); }
-
-// A batch of vectors as products with weights of type S take them. Up to batch_registers registers of vectors form a group; a group holds,
-// for every step of columns and every term, one register after the other.
+// A batch of vectors as products with weights of type S take them; a single vector has registers of one part. Of others, up to
+// most_registers registers form a group, which holds, for every `columns` and every term, one register after the other.
 template <class S>
 struct Vectors {
   const float* data;
-  int64_t batch, size;  // size: cells of one vector
-
-  static int registers(int64_t batch) {
-    const int64_t count = (batch + batch_parts - 1) / batch_parts;
-    return static_cast<int>(count < batch_registers ? count : batch_registers);
-  }
+  int64_t batch, size;  // size: floats of one vector
 };
 
-// `batch` rows of `columns` floats, `stride` apart; `to` has room for filled_batch(batch) rows of columns rounded up to whole vectors.
-template <class S>
-Vectors<S> arrange(const float* x, int64_t columns, int64_t stride, int64_t batch, float* to) {
-  using P = Product<S>;
-  const int64_t size = round_up(columns, P::columns) / P::columns * P::terms * 4;
-  for (int64_t first = 0; first < batch; first += batch_registers * batch_parts) {
-    const int filled = Vectors<S>::registers(batch - first) * batch_parts;
-    float* cell = to + first * size;
-    for (int64_t k = 0; k < columns; k += P::columns, cell += P::terms * filled * 4)
-      for (int i = 0; i < filled; ++i) {
+// Vectors of the batch, those included that only fill a register.
+constexpr int64_t filled_batch(int64_t batch) { return (batch + parts - 1) / parts * parts; }
+
+template <int Parts, class S>
+Vectors<S> arrange_parts(const float* x, int64_t columns, int64_t stride, int64_t batch, float* to) {
+  using P = Product<S, Parts>;
+  const int64_t size = (columns + P::columns - 1) / P::columns * (P::terms * P::lanes);
+  for (int64_t first = 0; first < batch; first += group_batch) {
+    const int64_t rest = (batch - first + Parts - 1) / Parts * Parts, filled = rest < group_batch ? rest : group_batch;
+    float* group = to + first * size;
+    for (int64_t k = 0; k < columns; k += P::columns, group += P::terms * filled * P::lanes)
+      for (int64_t i = 0; i < filled; ++i) {
         const float* numbers = x + (first + i < batch ? first + i : batch - 1) * stride + k;
-        float rest[P::columns] = {}, cells[4 * P::terms];
+        float padded[P::columns] = {}, packed[P::terms][P::lanes];
         if (k + P::columns > columns) {
-          __builtin_memcpy(rest, numbers, (columns - k) * sizeof(float));
-          numbers = rest;
+          __builtin_memcpy(padded, numbers, (columns - k) * sizeof(float));
+          numbers = padded;
         }
-        P::pack(numbers, cells);
-        for (int term = 0; term < P::terms; ++term) __builtin_memcpy(cell + (term * filled + i) * 4, cells + 4 * term, 4 * sizeof(float));
+        P::pack(numbers, packed);
+        for (int term = 0; term < P::terms; ++term)
+          __builtin_memcpy(group + (term * filled + i) * P::lanes, packed[term], sizeof packed[term]);
       }
   }
   return {to, batch, size};
 }
 
-// `Rows` rows times a group: totals[r * Registers + i] is row r times register i, the cells of each part still to be added up. Meanwhile
+// Room for the numbers of an arranged vector.
+constexpr int64_t arranged_size(int64_t columns) { return (columns + 31) / 32 * 32; }
+
+// `batch` rows of `columns` floats, `stride` apart; `to` has room for filled_batch(batch) arranged ones.
+template <class S>
+Vectors<S> arrange(const float* x, int64_t columns, int64_t stride, int64_t batch, float* to) {
+  return batch == 1 ? arrange_parts<1, S>(x, columns, stride, batch, to) : arrange_parts<parts, S>(x, columns, stride, batch, to);
+}
+
+// The weights of `columns` columns from the k-th on, zeros behind the last one.
+template <class P, class S>
+MAMBA_INLINE void load_rest(const S* row, int64_t k, int64_t columns, Vec<float> (&weights)[P::terms]) {
+  S rest[P::columns] = {};
+  __builtin_memcpy(rest, row + k, (columns - k) * sizeof(S));
+  P::load(rest, weights);
+}
+
+// One row times one vector, with running sums enough to hide the latency of the multiply-add. The hardware foresees a single stream:
+// without prefetches it is read faster than with.
+template <class S>
+MAMBA_INLINE Vec<float> multiply_row(const S* row, int64_t columns, const float* x) {
+  using P = Product<S, 1>;
+  constexpr int sums = 4;
+  Vec<float> total[sums] = {}, weights[P::terms];
+  int64_t k = 0;
+  const auto add = [&](int sum) __attribute__((always_inline)) {
+#pragma GCC unroll 2
+    for (int term = 0; term < P::terms; ++term, x += Simd<float>::width) total[sum] = P::add(total[sum], weights[term], load(x));
+    k += P::columns;
+  };
+  while (k + sums * P::columns <= columns) {
+#pragma GCC unroll 4
+    for (int sum = 0; sum < sums; ++sum) {
+      P::load(row + k, weights);
+      add(sum);
+    }
+  }
+  while (k + P::columns <= columns) {
+    P::load(row + k, weights);
+    add(0);
+  }
+  if (k < columns) {
+    load_rest<P>(row, k, columns, weights);
+    add(0);
+  }
+  return (total[0] + total[1]) + (total[2] + total[3]);
+}
+
+// `Rows` rows times a group: totals[r * Registers + i] is row r times register i, the lanes of each part still to be added up. Meanwhile
 // the memory from `ahead` on is asked for, as much as is read.
 template <int Rows, int Registers, class S>
 MAMBA_INLINE void multiply(const S* const (&rows)[Rows], int64_t columns, const float* x, const char* ahead, Vec<float>* totals) {
-  using P = Product<S>;
+  using P = Product<S, parts>;
   constexpr int width = Simd<float>::width, bytes = Rows * P::columns * sizeof(S);
   Vec<float> total[Rows][Registers];
   for (int r = 0; r < Rows; ++r)
     for (int i = 0; i < Registers; ++i) total[r][i] = zero<float>();
-  const auto step = [&](const auto& weights_of) __attribute__((always_inline)) {
+  const auto step = [&](const auto& load_weights) __attribute__((always_inline)) {
     Vec<float> numbers[P::terms][Registers];
-#pragma GCC unroll 4
+#pragma GCC unroll 2
     for (int term = 0; term < P::terms; ++term)
 #pragma GCC unroll 4
-      for (int i = 0; i < Registers; ++i) numbers[term][i] = load(x + (term * Registers + i) * width);
-#pragma GCC unroll 8
-    for (int r = 0; r < Rows; ++r) {
-      const auto weights = weights_of(r);
+      for (int i = 0; i < Registers; ++i, x += width) numbers[term][i] = load(x);
 #pragma GCC unroll 4
+    for (int r = 0; r < Rows; ++r) {
+      Vec<float> weights[P::terms];
+      load_weights(rows[r], weights);
+#pragma GCC unroll 2
       for (int term = 0; term < P::terms; ++term)
 #pragma GCC unroll 4
-        for (int i = 0; i < Registers; ++i) total[r][i] = P::add(total[r][i], weights.term[term], numbers[term][i]);
+        for (int i = 0; i < Registers; ++i) total[r][i] = P::add(total[r][i], weights[term], numbers[term][i]);
     }
-    x += P::terms * Registers * width;
   };
+  using Weights = Vec<float>(&)[P::terms];
   int64_t k = 0;
-  for (; k + P::columns <= columns; k += P::columns) {
+  for (; k + P::columns <= columns; k += P::columns, ahead += bytes) {
     for (int byte = 0; byte < bytes; byte += 64) __builtin_prefetch(ahead + byte, 0, 2);
-    ahead += bytes;
-    step([&](int r) __attribute__((always_inline)) { return P::load(rows[r] + k); });
+    step([&](const S* row, Weights weights) __attribute__((always_inline)) { P::load(row + k, weights); });
   }
-  if (k < columns)
-    step([&](int r) __attribute__((always_inline)) {
-      S rest[P::columns] = {};
-      __builtin_memcpy(rest, rows[r] + k, (columns - k) * sizeof(S));
-      return P::load(rest);
-    });
+  if (k < columns) step([&](const S* row, Weights weights) __attribute__((always_inline)) { load_rest<P>(row, k, columns, weights); });
   for (int r = 0; r < Rows; ++r)
     for (int i = 0; i < Registers; ++i) totals[r * Registers + i] = total[r][i];
 }
@@ -167,7 +223,7 @@ MAMBA_INLINE void multiply(const S* const (&rows)[Rows], int64_t columns, const 
 template <int Registers, class S>
 void multiply_group(const S* weights, int64_t columns, int lanes, const float* x, float* out) {
   constexpr int width = Simd<float>::width;
-  constexpr int together = Registers == 1 ? (width < 8 ? width : 8) : Registers == 2 || width == 16 ? 4 : 2;  // rows: as registers allow
+  constexpr int together = Registers <= 2 || width == 16 ? 4 : 2;  // rows: as registers allow
   Vec<float> totals[width * Registers];
   for (int r = 0; r < lanes; r += together) {
     const S* rows[together];
@@ -181,18 +237,25 @@ void multiply_group(const S* weights, int64_t columns, int lanes, const float* x
     for (int r = 0; r < width; ++r) sums[r] = totals[r * Registers + i];
     for (int r = 0; r < width; r += 2) sums[r] = sum_step<1>(sums[r], sums[r + 1]);
     for (int r = 0; r < width; r += 4) sums[r] = sum_step<2>(sums[r], sums[r + 2]);
-    transpose_blocks<width, 4>(sums);  // parts: every fourth holds four rows of as many vectors
-    for (int part = 0; part < batch_parts; ++part) store(out + (i * batch_parts + part) * width, sums[4 * part]);
+    transpose_blocks<width, 4>(sums);  // every fourth: its parts were four rows each of as many vectors
+    for (int part = 0; part < parts; ++part) store(out + (i * parts + part) * width, sums[4 * part]);
   }
 }
 
 // `lanes` rows of a matrix times a batch of vectors: out[b * width + r], zeros in the lanes behind, for filled_batch(batch) vectors.
 template <class S>
 void multiply_block(const S* weights, int64_t columns, int lanes, const Vectors<S>& x, float* out) {
-  for (int64_t b = 0; b < x.batch; b += batch_registers * batch_parts) {
+  constexpr int width = Simd<float>::width;
+  if (x.batch == 1) {
+    Vec<float> sums[width];
+    for (int r = 0; r < width; ++r) sums[r] = r < lanes ? multiply_row(weights + r * columns, columns, x.data) : zero<float>();
+    store(out, sum_each(sums));
+    return;
+  }
+  for (int64_t b = 0; b < x.batch; b += group_batch) {
     const float* from = x.data + b * x.size;
-    float* to = out + b * Simd<float>::width;
-    switch (Vectors<S>::registers(x.batch - b)) {
+    float* to = out + b * width;
+    switch ((x.batch - b + parts - 1) / parts) {
       case 1: multiply_group<1>(weights, columns, lanes, from, to); break;
       case 2: multiply_group<2>(weights, columns, lanes, from, to); break;
       case 3: multiply_group<3>(weights, columns, lanes, from, to); break;
