@@ -54,17 +54,17 @@ class Layer : LayerWeights<S> {
     const int64_t model = padded_lanes(p.d_model), inner = padded_lanes(p.d_inner);
     normed = buffers;
     x = normed + p.batch * model;
-    z = x + p.batch * inner;
-    y = z + p.batch * inner;
+    y = x + p.batch * inner;
     proj = y + p.batch * inner;
-    arranged = proj + p.batch * projected_size(p);
+    arranged_input = proj + p.batch * projected_size(p);
+    arranged = arranged_input + filled_batch(p.batch) * arranged_size(p.d_model);
   }
 
   static int64_t projected_size(const MambaStep& p) { return padded_lanes(p.dt_rank + 2 * p.d_state); }  // x_proj's rows: dt, B, C
   static int64_t buffer_size(const MambaStep& p) {
     const int64_t model = padded_lanes(p.d_model), inner = padded_lanes(p.d_inner), projected = projected_size(p);
-    const int64_t wide = p.d_model > p.d_inner ? p.d_model : p.d_inner, widest = wide > p.dt_rank ? wide : p.dt_rank;
-    return p.batch * (model + 3 * inner + projected) + filled_batch(p.batch) * arranged_size(widest);
+    const int64_t wider = p.d_inner > p.dt_rank ? p.d_inner : p.dt_rank;
+    return p.batch * (model + 2 * inner + projected) + filled_batch(p.batch) * (arranged_size(p.d_model) + arranged_size(wider));
   }
 
   void run() {
@@ -74,15 +74,8 @@ class Layer : LayerWeights<S> {
       normalise(hidden, norm, p.batch, p.d_model, model, p.eps, normed);
       input = normed;
     }
-    operand = arrange<S>(input, p.d_model, model, p.batch, arranged);
-    each_range(blocks_of(p.d_inner), 2 * width * p.d_model, [&](int64_t begin, int64_t end, float* out) {
-      // Where little is computed, all depends on reading memory in order, in one stream that the hardware follows.
-      const int64_t together = p.batch == 1 ? end - begin : 1;
-      for (; begin < end; begin += together) {
-        for (int64_t block = begin; block < begin + together; ++block) project_gate(block, out);
-        for (int64_t block = begin; block < begin + together; ++block) project_input(block, out);
-      }
-    });
+    input_operand = arrange<S>(input, p.d_model, model, p.batch, arranged_input);
+    each_block(blocks_of(p.d_inner), width * p.d_model, [&](int64_t block, float* out) { project_input(block, out); });
     operand = arrange<S>(x, p.d_inner, inner, p.batch, arranged);
     each_block(blocks_of(p.dt_rank + 2 * p.d_state), width * p.d_inner, [&](int64_t block, float* out) {
       const int lanes = lanes_in(block, p.dt_rank + 2 * p.d_state);
@@ -90,7 +83,14 @@ class Layer : LayerWeights<S> {
       for (int64_t b = 0; b < p.batch; ++b) store(proj + b * projected_size(p) + block * width, load(out + b * width));
     });
     operand = arrange<S>(proj, p.dt_rank, projected_size(p), p.batch, arranged);
-    each_block(blocks_of(p.d_inner), width * (p.dt_rank + 8 * p.d_state), [&](int64_t block, float* out) { update_states(block, out); });
+    each_range(blocks_of(p.d_inner), width * (p.d_model + p.dt_rank + 8 * p.d_state), [&](int64_t begin, int64_t end, float* out) {
+      // The products hide the time that memory needs for the states. Of one vector, they are bound by it too, and fastest in one stream.
+      const int64_t together = p.batch == 1 ? end - begin : 1;
+      for (; begin < end; begin += together) {
+        for (int64_t block = begin; block < begin + together; ++block) project_gate(block, out);
+        for (int64_t block = begin; block < begin + together; ++block) update_states(block, out);
+      }
+    });
     operand = arrange<S>(y, p.d_inner, inner, p.batch, arranged);
     each_block(blocks_of(p.d_model), width * p.d_inner, [&](int64_t block, float* out) {
       multiply_block(out_proj + block * width * p.d_inner, p.d_inner, lanes_in(block, p.d_model), operand, out);
@@ -124,8 +124,8 @@ class Layer : LayerWeights<S> {
   void project_gate(int64_t block, float* out) {
     const int64_t inner = padded_lanes(p.d_inner), channel = block * width;
     const int lanes = lanes_in(block, p.d_inner);
-    multiply_block(in_proj + (p.d_inner + channel) * p.d_model, p.d_model, lanes, operand, out);
-    for (int64_t b = 0; b < p.batch; ++b) store(z + b * inner + channel, silu(load(out + b * width) + load(in_bias + inner + channel)));
+    multiply_block(in_proj + (p.d_inner + channel) * p.d_model, p.d_model, lanes, input_operand, out);
+    for (int64_t b = 0; b < p.batch; ++b) store(y + b * inner + channel, silu(load(out + b * width) + load(in_bias + inner + channel)));
   }
 
   // Rows of in_proj that give x of one vector of channels, and the convolution.
@@ -134,7 +134,7 @@ class Layer : LayerWeights<S> {
     const int lanes = lanes_in(block, p.d_inner);
     for (int64_t b = 0; b < p.batch; ++b)
       for (int64_t k = 0; k < p.state_len; ++k) __builtin_prefetch(address(p.conv_state, index, b, channel, k), 0, 2);
-    multiply_block(in_proj + channel * p.d_model, p.d_model, lanes, operand, out);
+    multiply_block(in_proj + channel * p.d_model, p.d_model, lanes, input_operand, out);
     float* samples = out + filled_batch(p.batch) * width;
     const View<4>& cache = p.conv_state;
     for (int64_t b = 0; b < p.batch; ++b) {
@@ -181,7 +181,8 @@ class Layer : LayerWeights<S> {
         advance(n + 1, odd);
       }
       if (n < count) advance(n, even);
-      store(y + b * inner + channel, (even + odd) * load(z + b * inner + channel));
+      float* gated = y + b * inner + channel;
+      store(gated, (even + odd) * load(gated));
       if (!in_place) store_tile(states, state, cache.dtype, cache.stride[3], cache.stride[2], count, lanes);
     }
   }
@@ -203,8 +204,8 @@ class Layer : LayerWeights<S> {
   using Weights = LayerWeights<S>;
   using Weights::conv_bias, Weights::dt_bias, Weights::A, Weights::D, Weights::out_bias;
   using Weights::in_proj, Weights::x_proj, Weights::dt_proj, Weights::out_proj, Weights::norm, Weights::in_bias, Weights::conv_weight;
-  float *normed, *x, *z, *y, *proj, *arranged;
-  Vectors<S> operand;  // what the phase at hand multiplies the weights with
+  float *normed, *x, *y, *proj, *arranged_input, *arranged;
+  Vectors<S> input_operand, operand;  // what in_proj and the matrix at hand are multiplied with
 };
 
 // f(Tag<S>) with the type that the weights are read as.
