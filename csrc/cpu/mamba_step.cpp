@@ -1,7 +1,7 @@
-// One token through a stack of Mamba layers. Bound by reading the weights: every weight is read once, in the order it lies in memory,
-// whatever the batch. Work items are blocks of `width` rows of a matrix, so that a block's products are a vector of neighbouring channels
-// and what follows (convolution, state update) goes on in registers. Four parallel phases a layer:
-//   1. in_proj, convolution, SiLU   2. x_proj   3. dt_proj, softplus, state update, gate   4. out_proj, residual
+// One token through a stack of Mamba layers. Every weight is read from memory once, in the order it lies there, whatever the batch; up to
+// eight vectors or so, reading it is what takes the time. Work items are blocks of `width` rows of a matrix, so that a block's products are
+// a vector of neighbouring channels and what follows (convolution, state update) goes on in registers. Four parallel phases a layer:
+//   1. in_proj's x, convolution, SiLU   2. x_proj   3. in_proj's z, dt_proj, softplus, state update, gate   4. out_proj, residual
 // Bytes a token: weights once (n_layer weights_size, 2 or 4 bytes each) + states read and written.
 #include "params/mamba_step.h"
 
@@ -239,7 +239,8 @@ void mamba_step_logits(const MambaStepLogits& p) {
   dispatch_weights(p.weight_dtype, [&](auto tag) {
     using S = typename decltype(tag)::type;
     const int64_t model = padded_lanes(p.d_model);
-    Scratch<float> hidden(p.batch * model), normed(p.batch * model), arranged(filled_batch(p.batch) * arranged_size(p.d_model)), weight(model);
+    Scratch<float> hidden(p.batch * model), normed(p.batch * model), arranged(filled_batch(p.batch) * arranged_size(p.d_model)),
+        weight(model);
     read_rows(p.hidden, p.batch, p.d_model, model, hidden.get());
     View<2> row;
     row.data = p.norm_weight.data;

@@ -15,27 +15,31 @@ constexpr int parts = Simd<float>::width / 4;  // of 128 bits
 constexpr int most_registers = 4;              // of numbers, at a time
 constexpr int group_batch = most_registers * parts;
 
-// The same 16 bytes in every part.
-MAMBA_INLINE Vec<float> spread(const void* from) {
-#if MAMBA_CPU_AVX512
-  return bit_cast<Vec<float>>(_mm512_broadcast_i32x4(_mm_loadu_si128(static_cast<const __m128i*>(from))));
-#elif MAMBA_CPU_AVX2
-  return bit_cast<Vec<float>>(_mm256_broadcastsi128_si256(_mm_loadu_si128(static_cast<const __m128i*>(from))));
-#else
-  return load(static_cast<const float*>(from));
-#endif
-}
-
+// A register from memory: as it lies there with one part, else the same 16 bytes in every part.
 template <int Parts>
 MAMBA_INLINE Vec<float> load_parts(const void* from) {
-  if constexpr (Parts == 1)
-    return load(static_cast<const float*>(from));
-  else
-    return spread(from);
+#if MAMBA_CPU_AVX512
+  if constexpr (Parts > 1) return bit_cast<Vec<float>>(_mm512_broadcast_i32x4(_mm_loadu_si128(static_cast<const __m128i*>(from))));
+#elif MAMBA_CPU_AVX2
+  if constexpr (Parts > 1) return bit_cast<Vec<float>>(_mm256_broadcastsi128_si256(_mm_loadu_si128(static_cast<const __m128i*>(from))));
+#endif
+  return load(static_cast<const float*>(from));
 }
 
-// What weights stored as S are multiplied with, and how: `columns` of a row at a time, in `terms` products. load(...) gives the weights of
-// each product in turn, pack(...) the numbers, `lanes` of each.
+// The same of 16-bit numbers, four in every part, as floats.
+template <int Parts, class S>
+MAMBA_INLINE Vec<float> widen_parts(const S* from) {
+  if constexpr (Parts > 1) {
+    uint64_t bits;
+    __builtin_memcpy(&bits, from, sizeof bits);
+    const auto all = bits + typename VectorOf<uint64_t, Parts>::type{};
+    return load_as<float>(reinterpret_cast<const S*>(&all));
+  }
+  return load_as<float>(from);
+}
+
+// What weights stored as S are multiplied with, and how: `columns` of a row at a time, in `terms` registers. load(...) gives the weights in
+// them, pack(...) the numbers beside, `lanes` of each register.
 template <class S, int Parts>
 struct Product {
   static constexpr int terms = 4 / sizeof(S), lanes = Simd<float>::width / Parts, columns = terms * lanes;
@@ -49,17 +53,7 @@ struct Product {
       weights[0] = bit_cast<Vec<float>>(bits << 16);
       weights[1] = bit_cast<Vec<float>>(bits & 0xffff0000u);
     } else {
-      using Part = typename VectorOf<uint64_t, Parts>::type;
-      for (int term = 0; term < terms; ++term) {
-        if constexpr (Parts == 1) {
-          weights[term] = load_as<float>(from + term * lanes);
-        } else {
-          uint64_t bits;
-          __builtin_memcpy(&bits, from + term * lanes, sizeof bits);
-          const Part all = bits + Part{};
-          weights[term] = load_as<float>(reinterpret_cast<const S*>(&all));
-        }
-      }
+      for (int term = 0; term < terms; ++term) weights[term] = widen_parts<Parts>(from + term * lanes);
     }
   }
 
@@ -183,10 +177,10 @@ MAMBA_INLINE Vec<float> multiply_row(const S* row, int64_t columns, const float*
   return (total[0] + total[1]) + (total[2] + total[3]);
 }
 
-// `Rows` rows times a group: totals[r * Registers + i] is row r times register i, the lanes of each part still to be added up. Meanwhile
-// the memory from `ahead` on is asked for, as much as is read.
+// `Rows` rows times a group: sums[r * Registers + i] are rows 2 r and 2 r + 1 times register i, in even and odd lanes, two of each part
+// still to be added up. Meanwhile the memory from `ahead` on is asked for, as much as is read.
 template <int Rows, int Registers, class S>
-MAMBA_INLINE void multiply(const S* const (&rows)[Rows], int64_t columns, const float* x, const char* ahead, Vec<float>* totals) {
+MAMBA_INLINE void multiply(const S* const (&rows)[Rows], int64_t columns, const float* x, const char* ahead, Vec<float>* sums) {
   using P = Product<S, parts>;
   constexpr int width = Simd<float>::width, bytes = Rows * P::columns * sizeof(S);
   Vec<float> total[Rows][Registers];
@@ -215,8 +209,8 @@ MAMBA_INLINE void multiply(const S* const (&rows)[Rows], int64_t columns, const 
     step([&](const S* row, Weights weights) __attribute__((always_inline)) { P::load(row + k, weights); });
   }
   if (k < columns) step([&](const S* row, Weights weights) __attribute__((always_inline)) { load_rest<P>(row, k, columns, weights); });
-  for (int r = 0; r < Rows; ++r)
-    for (int i = 0; i < Registers; ++i) totals[r * Registers + i] = total[r][i];
+  for (int r = 0; r < Rows; r += 2)
+    for (int i = 0; i < Registers; ++i) sums[r / 2 * Registers + i] = sum_step<1>(total[r][i], total[r + 1][i]);
 }
 
 // `lanes` rows times a group: out[b * width + r], zeros in the lanes behind.
@@ -224,22 +218,21 @@ template <int Registers, class S>
 void multiply_group(const S* weights, int64_t columns, int lanes, const float* x, float* out) {
   constexpr int width = Simd<float>::width;
   constexpr int together = Registers <= 2 || width == 16 ? 4 : 2;  // rows: as registers allow
-  Vec<float> totals[width * Registers];
-  for (int r = 0; r < lanes; r += together) {
+  Vec<float> pairs[width / 2 * Registers];
+  for (int r = 0; r < width; r += together) {
     const S* rows[together];
     for (int i = 0; i < together; ++i) rows[i] = weights + (r + i < lanes ? r + i : lanes - 1) * columns;
     const S* ahead = weights + (r + width) * columns;
-    multiply<together, Registers>(rows, columns, x, reinterpret_cast<const char*>(ahead), totals + r * Registers);
+    multiply<together, Registers>(rows, columns, x, reinterpret_cast<const char*>(ahead), pairs + r / 2 * Registers);
   }
-  for (int i = lanes * Registers; i < width * Registers; ++i) totals[i] = zero<float>();
   for (int i = 0; i < Registers; ++i) {
-    Vec<float> sums[width];
-    for (int r = 0; r < width; ++r) sums[r] = totals[r * Registers + i];
-    for (int r = 0; r < width; r += 2) sums[r] = sum_step<1>(sums[r], sums[r + 1]);
-    for (int r = 0; r < width; r += 4) sums[r] = sum_step<2>(sums[r], sums[r + 2]);
+    Vec<float> sums[width] = {};
+    for (int r = 0; r < width; r += 4) sums[r] = sum_step<2>(pairs[r / 2 * Registers + i], pairs[(r / 2 + 1) * Registers + i]);
     transpose_blocks<width, 4>(sums);  // every fourth: its parts were four rows each of as many vectors
     for (int part = 0; part < parts; ++part) store(out + (i * parts + part) * width, sums[4 * part]);
   }
+  for (int b = 0; lanes < width && b < Registers * parts; ++b)
+    for (int r = lanes; r < width; ++r) out[b * width + r] = 0;
 }
 
 // `lanes` rows of a matrix times a batch of vectors: out[b * width + r], zeros in the lanes behind, for filled_batch(batch) vectors.
