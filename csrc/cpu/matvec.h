@@ -14,6 +14,7 @@ namespace mamba::cpu::MAMBA_CPU_LEVEL {
 constexpr int parts = Simd<float>::width / 4;  // of 128 bits
 constexpr int most_registers = 4;              // of numbers, at a time
 constexpr int group_batch = most_registers * parts;
+constexpr int running_sums = 4;  // of a single vector: enough to hide the latency of the multiply-add
 
 // A register from memory: as it lies there with one part, else the same 16 bytes in every part.
 template <int Parts>
@@ -95,12 +96,13 @@ struct Product<paired_bf16, Parts> {
 };
 #endif
 
-// A batch of vectors as products with weights of type S take them; a single vector has registers of one part. Of others, up to
-// most_registers registers form a group, which holds, for every `columns` and every term, one register after the other.
+// A batch of vectors as products with weights of type S take them. Up to most_registers registers form a group, which holds, for every
+// `columns` and every term, one register after the other. `single`: one vector, in registers of one part.
 template <class S>
 struct Vectors {
   const float* data;
   int64_t batch, size;  // size: floats of one vector
+  bool single;
 };
 
 // Vectors of the batch, those included that only fill a register.
@@ -126,7 +128,7 @@ Vectors<S> arrange_parts(const float* x, int64_t columns, int64_t stride, int64_
           __builtin_memcpy(group + (term * filled + i) * P::lanes, packed[term], sizeof packed[term]);
       }
   }
-  return {to, batch, size};
+  return {to, batch, size, Parts == 1 && batch == 1};
 }
 
 // Room for the numbers of an arranged vector.
@@ -135,7 +137,8 @@ constexpr int64_t arranged_size(int64_t columns) { return (columns + 31) / 32 * 
 // `batch` rows of `columns` floats, `stride` apart; `to` has room for filled_batch(batch) arranged ones.
 template <class S>
 Vectors<S> arrange(const float* x, int64_t columns, int64_t stride, int64_t batch, float* to) {
-  return batch == 1 ? arrange_parts<1, S>(x, columns, stride, batch, to) : arrange_parts<parts, S>(x, columns, stride, batch, to);
+  const bool single = batch == 1 && columns >= running_sums * Product<S, 1>::columns;
+  return single ? arrange_parts<1, S>(x, columns, stride, batch, to) : arrange_parts<parts, S>(x, columns, stride, batch, to);
 }
 
 // The weights of `columns` columns from the k-th on, zeros behind the last one.
@@ -146,22 +149,20 @@ MAMBA_INLINE void load_rest(const S* row, int64_t k, int64_t columns, Vec<float>
   P::load(rest, weights);
 }
 
-// One row times one vector, with running sums enough to hide the latency of the multiply-add. The hardware foresees a single stream:
-// without prefetches it is read faster than with.
+// One row times a single vector. The hardware foresees the one stream: without prefetches it is read faster than with.
 template <class S>
 MAMBA_INLINE Vec<float> multiply_row(const S* row, int64_t columns, const float* x) {
   using P = Product<S, 1>;
-  constexpr int sums = 4;
-  Vec<float> total[sums] = {}, weights[P::terms];
+  Vec<float> total[running_sums] = {}, weights[P::terms];
   int64_t k = 0;
   const auto add = [&](int sum) __attribute__((always_inline)) {
 #pragma GCC unroll 2
     for (int term = 0; term < P::terms; ++term, x += Simd<float>::width) total[sum] = P::add(total[sum], weights[term], load(x));
     k += P::columns;
   };
-  while (k + sums * P::columns <= columns) {
+  while (k + running_sums * P::columns <= columns) {
 #pragma GCC unroll 4
-    for (int sum = 0; sum < sums; ++sum) {
+    for (int sum = 0; sum < running_sums; ++sum) {
       P::load(row + k, weights);
       add(sum);
     }
@@ -239,7 +240,7 @@ void multiply_group(const S* weights, int64_t columns, int lanes, const float* x
 template <class S>
 void multiply_block(const S* weights, int64_t columns, int lanes, const Vectors<S>& x, float* out) {
   constexpr int width = Simd<float>::width;
-  if (x.batch == 1) {
+  if (x.single) {
     Vec<float> sums[width];
     for (int r = 0; r < width; ++r) sums[r] = r < lanes ? multiply_row(weights + r * columns, columns, x.data) : zero<float>();
     store(out, sum_each(sums));
