@@ -1,7 +1,7 @@
-// One token through a stack of Mamba layers. Bound by reading the weights: every weight is read once, in the order it lies in memory,
-// whatever the batch. Work items are blocks of `width` rows of a matrix, so that a block's products are a vector of neighbouring channels
-// and what follows (convolution, state update) goes on in registers. Four parallel phases a layer:
-//   1. in_proj, convolution, SiLU   2. x_proj   3. dt_proj, softplus, state update, gate   4. out_proj, residual
+// One token through a stack of Mamba layers. Every weight is read from memory once, in the order it lies there, whatever the batch; up to
+// eight vectors or so, reading it is what takes the time. Work items are blocks of `width` rows of a matrix, so that a block's products are
+// a vector of neighbouring channels and what follows (convolution, state update) goes on in registers. Four parallel phases a layer:
+//   1. in_proj's x, convolution, SiLU   2. x_proj   3. in_proj's z, dt_proj, softplus, state update, gate   4. out_proj, residual
 // Bytes a token: weights once (n_layer weights_size, 2 or 4 bytes each) + states read and written.
 #include "params/mamba_step.h"
 
@@ -54,17 +54,17 @@ class Layer : LayerWeights<S> {
     const int64_t model = padded_lanes(p.d_model), inner = padded_lanes(p.d_inner);
     normed = buffers;
     x = normed + p.batch * model;
-    z = x + p.batch * inner;
-    y = z + p.batch * inner;
+    y = x + p.batch * inner;
     proj = y + p.batch * inner;
-    arranged = proj + p.batch * projected_size(p);
+    arranged_input = proj + p.batch * projected_size(p);
+    arranged = arranged_input + filled_batch(p.batch) * arranged_size(p.d_model);
   }
 
   static int64_t projected_size(const MambaStep& p) { return padded_lanes(p.dt_rank + 2 * p.d_state); }  // x_proj's rows: dt, B, C
   static int64_t buffer_size(const MambaStep& p) {
     const int64_t model = padded_lanes(p.d_model), inner = padded_lanes(p.d_inner), projected = projected_size(p);
-    const int64_t widest = model > inner ? model : inner;
-    return p.batch * (model + 3 * inner + projected + arranged_size(widest));
+    const int64_t wider = p.d_inner > p.dt_rank ? p.d_inner : p.dt_rank;
+    return p.batch * (model + 2 * inner + projected) + filled_batch(p.batch) * (arranged_size(p.d_model) + arranged_size(wider));
   }
 
   void run() {
@@ -74,25 +74,26 @@ class Layer : LayerWeights<S> {
       normalise(hidden, norm, p.batch, p.d_model, model, p.eps, normed);
       input = normed;
     }
-    operand = arrange<S>(input, p.d_model, model, p.batch, arranged);
-    each_range(blocks_of(p.d_inner), 2 * width * p.d_model, [&](int64_t begin, int64_t end, float* out) {
-      // Where little is computed, all depends on reading memory in order, in one stream that the hardware follows.
-      const int64_t together = p.batch < tile_batch ? end - begin : 1;
-      for (; begin < end; begin += together) {
-        for (int64_t block = begin; block < begin + together; ++block) project_gate(block, out);
-        for (int64_t block = begin; block < begin + together; ++block) project_input(block, out);
-      }
-    });
+    input_operand = arrange<S>(input, p.d_model, model, p.batch, arranged_input);
+    each_block(blocks_of(p.d_inner), width * p.d_model, [&](int64_t block, float* out) { project_input(block, out); });
     operand = arrange<S>(x, p.d_inner, inner, p.batch, arranged);
     each_block(blocks_of(p.dt_rank + 2 * p.d_state), width * p.d_inner, [&](int64_t block, float* out) {
       const int lanes = lanes_in(block, p.dt_rank + 2 * p.d_state);
-      multiply_block(x_proj + block * width * p.d_inner, p.d_inner, lanes, operand, p.batch, out);
+      multiply_block(x_proj + block * width * p.d_inner, p.d_inner, lanes, operand, out);
       for (int64_t b = 0; b < p.batch; ++b) store(proj + b * projected_size(p) + block * width, load(out + b * width));
     });
-    each_block(blocks_of(p.d_inner), width * (p.dt_rank + 8 * p.d_state), [&](int64_t block, float* out) { update_states(block, out); });
+    operand = arrange<S>(proj, p.dt_rank, projected_size(p), p.batch, arranged);
+    each_range(blocks_of(p.d_inner), width * (p.d_model + p.dt_rank + 8 * p.d_state), [&](int64_t begin, int64_t end, float* out) {
+      // The products hide the time that memory needs for the states. Of one vector, they are bound by it too, and fastest in one stream.
+      const int64_t together = p.batch == 1 ? end - begin : 1;
+      for (; begin < end; begin += together) {
+        for (int64_t block = begin; block < begin + together; ++block) project_gate(block, out);
+        for (int64_t block = begin; block < begin + together; ++block) update_states(block, out);
+      }
+    });
     operand = arrange<S>(y, p.d_inner, inner, p.batch, arranged);
     each_block(blocks_of(p.d_model), width * p.d_inner, [&](int64_t block, float* out) {
-      multiply_block(out_proj + block * width * p.d_inner, p.d_inner, lanes_in(block, p.d_model), operand, p.batch, out);
+      multiply_block(out_proj + block * width * p.d_inner, p.d_inner, lanes_in(block, p.d_model), operand, out);
       for (int64_t b = 0; b < p.batch; ++b) {
         float* to = hidden + b * model + block * width;
         const V mixed = load(out + b * width) + load(out_bias + block * width);
@@ -106,7 +107,7 @@ class Layer : LayerWeights<S> {
   template <class F>
   void each_range(int64_t blocks, int64_t products, F&& body) {
     const auto range = [&](int64_t begin, int64_t end) {
-      Scratch<float> out((p.batch + p.state_len + 1 + p.d_state + p.dt_rank) * width);
+      Scratch<float> out((filled_batch(p.batch) + p.state_len + 1 + p.d_state) * width);
       body(begin, end, out.get());
     };
     parallel_for(blocks, range, serial_products / (products * p.batch + 1));
@@ -123,16 +124,18 @@ class Layer : LayerWeights<S> {
   void project_gate(int64_t block, float* out) {
     const int64_t inner = padded_lanes(p.d_inner), channel = block * width;
     const int lanes = lanes_in(block, p.d_inner);
-    multiply_block(in_proj + (p.d_inner + channel) * p.d_model, p.d_model, lanes, operand, p.batch, out);
-    for (int64_t b = 0; b < p.batch; ++b) store(z + b * inner + channel, load(out + b * width) + load(in_bias + inner + channel));
+    multiply_block(in_proj + (p.d_inner + channel) * p.d_model, p.d_model, lanes, input_operand, out);
+    for (int64_t b = 0; b < p.batch; ++b) store(y + b * inner + channel, silu(load(out + b * width) + load(in_bias + inner + channel)));
   }
 
   // Rows of in_proj that give x of one vector of channels, and the convolution.
   void project_input(int64_t block, float* out) {
     const int64_t inner = padded_lanes(p.d_inner), channel = block * width;
     const int lanes = lanes_in(block, p.d_inner);
-    multiply_block(in_proj + channel * p.d_model, p.d_model, lanes, operand, p.batch, out);
-    float* samples = out + p.batch * width;
+    for (int64_t b = 0; b < p.batch; ++b)
+      for (int64_t k = 0; k < p.state_len; ++k) __builtin_prefetch(address(p.conv_state, index, b, channel, k), 0, 2);
+    multiply_block(in_proj + channel * p.d_model, p.d_model, lanes, input_operand, out);
+    float* samples = out + filled_batch(p.batch) * width;
     const View<4>& cache = p.conv_state;
     for (int64_t b = 0; b < p.batch; ++b) {
       void* state = address(cache, index, b, channel, 0);
@@ -141,65 +144,58 @@ class Layer : LayerWeights<S> {
       const float* window = samples + (p.state_len + 1 - p.d_conv) * width;
       V sum = load(conv_bias + channel);
       for (int64_t k = 0; k < p.d_conv; ++k) sum += load(conv_weight + k * inner + channel) * load(window + k * width);
-      store(x + b * inner + channel, silu(sum));
+      store(out + b * width, sum);
       store_tile(samples + width, state, cache.dtype, cache.stride[3], cache.stride[2], static_cast<int>(p.state_len), lanes);
     }
+    for (int64_t b = 0; b < p.batch; ++b) store(x + b * inner + channel, silu(load(out + b * width)));
   }
 
   // delta = softplus(dt_proj r + bias); state = exp(delta A) state + delta x B; y = (C . state + D x) silu(z), for one vector of channels.
   void update_states(int64_t block, float* out) {
     const int64_t inner = padded_lanes(p.d_inner), channel = block * width, projected = projected_size(p);
     const int lanes = lanes_in(block, p.d_inner);
-    float *states = out, *weights = out + p.d_state * width;
-    load_tile(weights, dt_proj + channel * p.dt_rank, p.weight_dtype, 1, p.dt_rank, static_cast<int>(p.dt_rank), lanes);
+    float* tile = out + filled_batch(p.batch) * width;
+    multiply_block(dt_proj + channel * p.dt_rank, p.dt_rank, lanes, operand, out);
+    for (int64_t b = 0; b < p.batch; ++b) store(out + b * width, softplus(load(out + b * width) + load(dt_bias + channel)));
     const View<4>& cache = p.ssm_state;
     const int count = static_cast<int>(p.d_state);
     for (int64_t b = 0; b < p.batch; ++b) {
       void* state = address(cache, index, b, channel, 0);
+      const bool in_place = holds_rows<float>(cache.dtype, cache.stride[2], lanes);
+      float* states = in_place ? static_cast<float*>(state) : tile;
+      const int64_t pitch = in_place ? cache.stride[3] : width;
       prefetch_next(b, channel);
-      load_tile(states, state, cache.dtype, cache.stride[3], cache.stride[2], count, lanes);
-      const V delta = softplus(dt_product(weights, proj + b * projected) + load(dt_bias + channel)), in = load(x + b * inner + channel);
+      if (!in_place) load_tile(states, state, cache.dtype, cache.stride[3], cache.stride[2], count, lanes);
+      const V delta = load(out + b * width), in = load(x + b * inner + channel);
       const V delta_x = delta * in;
       const float *B = proj + b * projected + p.dt_rank, *C = B + p.d_state;
       V even = load(D + channel) * in, odd = zero<float>();
-      for (int n = 0; n < count; ++n) {
-        const V a = exp2(delta * load(A + n * inner + channel));
-        const V s = a * load(states + n * width) + delta_x * broadcast(B[n]);
-        store(states + n * width, s);
-        if (n & 1)
-          odd += s * broadcast(C[n]);
-        else
-          even += s * broadcast(C[n]);
+      const auto advance = [&](int n, V& sum) __attribute__((always_inline)) {
+        const V s = exp2(delta * load(A + n * inner + channel)) * load(states + n * pitch) + delta_x * broadcast(B[n]);
+        store(states + n * pitch, s);
+        sum += s * broadcast(C[n]);
+      };
+      int n = 0;
+      for (; n + 2 <= count; n += 2) {
+        advance(n, even);
+        advance(n + 1, odd);
       }
-      store(y + b * inner + channel, (even + odd) * silu(load(z + b * inner + channel)));
-      store_tile(states, state, cache.dtype, cache.stride[3], cache.stride[2], count, lanes);
+      if (n < count) advance(n, even);
+      float* gated = y + b * inner + channel;
+      store(gated, (even + odd) * load(gated));
+      if (!in_place) store_tile(states, state, cache.dtype, cache.stride[3], cache.stride[2], count, lanes);
     }
   }
 
   // The states and decay rates that come next lie in many places, which the hardware does not foresee. (Inline: GCC drops
   // calls of functions that only prefetch.)
   MAMBA_INLINE void prefetch_next(int64_t b, int64_t channel) const {
-    const bool last = b + 1 == p.batch;
-    if (last) channel += width;
+    channel += width;
     if (channel >= p.d_inner) return;
     for (int64_t n = 0; n < p.d_state; ++n) {
-      __builtin_prefetch(address(p.ssm_state, index, last ? 0 : b + 1, channel, n));
-      if (last) __builtin_prefetch(A + n * padded_lanes(p.d_inner) + channel);
+      __builtin_prefetch(address(p.ssm_state, index, b, channel, n), 0, 2);
+      if (b == 0) __builtin_prefetch(A + n * padded_lanes(p.d_inner) + channel, 0, 2);
     }
-  }
-
-  // Few columns, so the block of dt_proj stands as rows of channels, which needs no sums across lanes.
-  V dt_product(const float* weights, const float* rank) const {
-    V a = zero<float>(), b = a, c = a, d = a;
-    int64_t r = 0;
-    for (; r + 4 <= p.dt_rank; r += 4) {
-      a += load(weights + r * width) * broadcast(rank[r]);
-      b += load(weights + (r + 1) * width) * broadcast(rank[r + 1]);
-      c += load(weights + (r + 2) * width) * broadcast(rank[r + 2]);
-      d += load(weights + (r + 3) * width) * broadcast(rank[r + 3]);
-    }
-    for (; r < p.dt_rank; ++r) a += load(weights + r * width) * broadcast(rank[r]);
-    return (a + b) + (c + d);
   }
 
   const MambaStep& p;
@@ -208,8 +204,8 @@ class Layer : LayerWeights<S> {
   using Weights = LayerWeights<S>;
   using Weights::conv_bias, Weights::dt_bias, Weights::A, Weights::D, Weights::out_bias;
   using Weights::in_proj, Weights::x_proj, Weights::dt_proj, Weights::out_proj, Weights::norm, Weights::in_bias, Weights::conv_weight;
-  float *normed, *x, *z, *y, *proj, *arranged;
-  Vectors<S> operand;  // what the phase at hand multiplies the weights with
+  float *normed, *x, *y, *proj, *arranged_input, *arranged;
+  Vectors<S> input_operand, operand;  // what in_proj and the matrix at hand are multiplied with
 };
 
 // f(Tag<S>) with the type that the weights are read as.
@@ -218,7 +214,11 @@ void dispatch_weights(DType dtype, F&& f) {
 #if MAMBA_CPU_AVX512
   if (dtype == DType::bf16 && bf16_instructions) return f(Tag<paired_bf16>{});
 #endif
-  dispatch_floating(dtype, f);
+  switch (dtype) {
+    case DType::bf16: return f(Tag<bf16>{});
+    case DType::f16: return f(Tag<f16>{});
+    default: return f(Tag<float>{});
+  }
 }
 
 }  // namespace
@@ -239,7 +239,8 @@ void mamba_step_logits(const MambaStepLogits& p) {
   dispatch_weights(p.weight_dtype, [&](auto tag) {
     using S = typename decltype(tag)::type;
     const int64_t model = padded_lanes(p.d_model);
-    Scratch<float> hidden(p.batch * model), normed(p.batch * model), arranged(p.batch * arranged_size(model)), weight(model);
+    Scratch<float> hidden(p.batch * model), normed(p.batch * model), arranged(filled_batch(p.batch) * arranged_size(p.d_model)),
+        weight(model);
     read_rows(p.hidden, p.batch, p.d_model, model, hidden.get());
     View<2> row;
     row.data = p.norm_weight.data;
@@ -249,12 +250,19 @@ void mamba_step_logits(const MambaStepLogits& p) {
     normalise(hidden.get(), weight.get(), p.batch, p.d_model, model, p.eps, normed.get());
     const Vectors<S> operand = arrange<S>(normed.get(), p.d_model, model, p.batch, arranged.get());
     const auto range = [&](int64_t begin, int64_t end) {
-      Scratch<float> out(p.batch * width);
+      Scratch<float> out(filled_batch(p.batch) * width);
       for (int64_t block = begin; block < end; ++block) {
         const int lanes = lanes_in(block, p.vocab);
         const S* rows = static_cast<const S*>(p.weight) + block * width * p.d_model;
-        multiply_block(rows, p.d_model, lanes, operand, p.batch, out.get());
-        for (int64_t b = 0; b < p.batch; ++b) store_partial(p.out + b * p.vocab + block * width, load(out.get() + b * width), lanes);
+        multiply_block(rows, p.d_model, lanes, operand, out.get());
+        for (int64_t b = 0; b < p.batch; ++b) {
+          float* to = p.out + b * p.vocab + block * width;
+          const V logits = load(out.get() + b * width);
+          if (lanes == width)
+            store(to, logits);
+          else
+            store_partial(to, logits, lanes);
+        }
       }
     };
     parallel_for(blocks_of(p.vocab), range, serial_products / (width * p.d_model * p.batch + 1));

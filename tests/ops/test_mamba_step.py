@@ -60,7 +60,7 @@ def needs_operator(request):
 
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: str(sizes["d_inner"]))
 @pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=str)
-@pytest.mark.parametrize("batch", [1, 2, 4, 5, 17, 64])
+@pytest.mark.parametrize("batch", [1, 2, 4, 5, 11, 16, 17, 64])
 def test_agrees_with_reference(backend, sizes, dtype, batch):
     for block, biases in ((True, True), (False, False)):
         inputs = reference.example_inputs(n_layer=2, batch=batch, dtype=dtype, biases=biases, **sizes)
@@ -105,7 +105,8 @@ def test_long_caches_and_other_dtypes(backend):
 
 @pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=str)
 @pytest.mark.parametrize(
-    "batch, d_model, vocab", [(1, 8, 30), (3, 33, 100), (5, 1, 1), (0, 4, 7), (2, 4, 0), (20, 7, 30)]
+    "batch, d_model, vocab",
+    [(1, 8, 30), (3, 33, 100), (5, 1, 1), (0, 4, 7), (2, 4, 0), (20, 7, 30), (9, 65, 16), (35, 40, 50)],
 )
 def test_logits(backend, dtype, batch, d_model, vocab):
     hidden, norm_weight = torch.randn(batch, d_model), torch.randn(d_model)
@@ -169,17 +170,23 @@ def test_compiled_loop(backend):
 
 LEVEL_SCRIPT = """
 import torch
-from mamba_ops import ops
+import mamba_ops.ops.mamba_step as step
+from mamba_ops import testing
 from mamba_ops.reference import mamba_step as reference
-for dtype in (torch.float32, torch.bfloat16):
-    ops.mamba_step.self_test(reference, dtype, torch.Generator().manual_seed(0))
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    step.self_test(reference, dtype, torch.Generator().manual_seed(0))
+    for batch in (1, 3, 7, 11, 16, 35):  # one vector; registers that are full and not, groups of them
+        hidden, norm_weight, weight = torch.randn(batch, 33), torch.randn(33), torch.randn(50, 33).to(dtype)
+        out = step.mamba_step_logits(hidden, norm_weight, weight)
+        expected = reference.mamba_step_logits(hidden.double(), norm_weight.double(), weight.double())
+        tolerance = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        testing.assert_close(out, expected, tolerance, what=f"logits, batch {batch}, {dtype}")
 """
 
 
 @pytest.mark.parametrize("level", checks.LEVELS)
 def test_every_cpu_level(level):
-    script = LEVEL_SCRIPT.replace("from mamba_ops import ops", "import mamba_ops.ops.mamba_step as step")
-    checks.run_at_level(level, script.replace("ops.mamba_step.self_test", "step.self_test"))
+    checks.run_at_level(level, LEVEL_SCRIPT)
 
 
 # ---- error texts ----
