@@ -111,10 +111,11 @@ def functional_transforms(function, inputs, batched):
     ):
         for name, gradient, want in zip(names, found, expected):
             testing.assert_close(gradient, want, gradient=True, what=name)
-    torch._dynamo.reset()
-    found = torch.compile(torch.func.grad(loss, everything), fullgraph=True, backend=COMPILER)(*tensors)
-    for name, gradient, want in zip(names, found, expected):
-        testing.assert_close(gradient, want, gradient=True, what=f"compiled {name}")
+    if torch.__version__ >= (2, 11):  # 2.10 fails an assertion of its own
+        torch._dynamo.reset()
+        found = torch.compile(torch.func.grad(loss, everything), fullgraph=True, backend=COMPILER)(*tensors)
+        for name, gradient, want in zip(names, found, expected):
+            testing.assert_close(gradient, want, gradient=True, what=f"compiled {name}")
 
     position = names.index(batched)
     stacked = torch.stack([tensors[position], 2 * tensors[position], -tensors[position]])

@@ -18,7 +18,9 @@
 #if MAMBA_CPU_AVX512 || MAMBA_CPU_AVX2
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wuninitialized"  // false alarm on the undefined pass-through operands inside GCC 12's own header
+#ifndef __clang__
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 #include <immintrin.h>
 #pragma GCC diagnostic pop
 #endif

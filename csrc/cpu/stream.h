@@ -10,7 +10,7 @@ constexpr int64_t streamed_bytes = 8 << 20;  // outputs of this size do not stay
 // Stores that pass by the caches, for outputs that would not fit into them. Needs alignment to the vector's size in memory.
 template <class V, class S>
 MAMBA_INLINE void stream_as(S* to, V from) {
-  constexpr int bytes = Simd<Lane<V>>::width * static_cast<int>(sizeof(S));
+  [[maybe_unused]] constexpr int bytes = Simd<Lane<V>>::width * static_cast<int>(sizeof(S));
   alignas(64) S buffer[Simd<Lane<V>>::width];
   store_as(buffer, from);
 #if MAMBA_CPU_AVX512

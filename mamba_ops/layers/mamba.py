@@ -199,6 +199,8 @@ class Mamba(nn.Module):
 
     def _project_step(self, r: Tensor) -> tuple[Tensor, Tensor | None]:
         """delta and the bias still to be added: the scan does that, in float32, if dt_proj is a plain linear."""
+        if self.dt_rank == 1:
+            r = r.contiguous()  # for a column of a wider matrix torch 2.10 gets the weight's bfloat16 gradient wrong
         if is_plain_linear(self.dt_proj):
             return F.linear(r, self.dt_proj.weight), self.dt_proj.bias
         return self.dt_proj(r), None
