@@ -1,5 +1,5 @@
 """causal_conv1d: values, gradients, memory layouts, compile, transforms, determinism, errors. Packed sequences and
-states: test_causal_conv1d_packing.py."""
+states: test_causal_conv1d_packing.py; batches of short rows, large outputs: test_causal_conv1d_rows.py."""
 
 from itertools import product
 
@@ -348,45 +348,6 @@ for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             testing.check_values(causal_conv1d, inputs, reference)
             testing.check_values(causal_conv1d, {**inputs, "x": testing.transposed(inputs["x"])}, reference)
 """
-
-
-LARGE_SCRIPT = """
-import torch
-from mamba_ops import causal_conv1d, testing
-from mamba_ops.reference.causal_conv1d import example_inputs
-for batch, dim, seqlen in ((1024, 160, 16), (80, 1040, 32), (80, 1000, 32)):
-    for dtype, rows in ((torch.float32, batch), (torch.bfloat16, 2 * batch)):
-        sizes, quarter = dict(batch=rows, dim=dim, seqlen=seqlen), rows // 4
-        for width, layout in ((2, lambda t: t), (2, testing.transposed), (4, lambda t: t), (4, testing.transposed)):
-            states = width == 2
-            inputs = example_inputs(
-                dtype=dtype, weight_dtype=torch.float32, width=width, initial_state=states, **sizes
-            )
-            inputs["x"] = layout(inputs["x"])
-            assert inputs["x"].nbytes >= 2**23 > inputs["x"][:quarter].nbytes
-            names = ("x", "initial_state") if states else ("x",)
-            function = causal_conv1d if states else lambda **inputs: causal_conv1d(**inputs)[0]
-            outputs, upstream, gradients = testing.run_with_gradients(function, inputs)
-            sums = {name: torch.zeros_like(inputs[name], dtype=torch.float64) for name in ("weight", "bias")}
-            for start in range(0, rows, quarter):
-                part = slice(start, start + quarter)
-                some, grads = {**inputs, **{name: inputs[name][part] for name in names}}, [g[part] for g in upstream]
-                few, _, wanted = testing.run_with_gradients(function, some, upstream=grads)
-                assert all(torch.equal(whole[part], want) for whole, want in zip(outputs, few))
-                assert all(torch.equal(gradients[name][part], wanted[name]) for name in names)
-                exact = {name: t.double() if torch.is_tensor(t) else t for name, t in some.items()}
-                _, _, exact = testing.run_with_gradients(function, exact, sums, [g.double() for g in grads])
-                for name in sums:
-                    sums[name] += exact[name]
-            for name in sums:
-                testing.assert_close(gradients[name], sums[name], what=name)
-"""
-
-
-@pytest.mark.parametrize("level", checks.LEVELS)
-def test_large_outputs(level):
-    """From 8 MB on, outputs in whole cache lines pass by the caches: the same bits as in small pieces."""
-    checks.run_at_level(level, LARGE_SCRIPT)
 
 
 @pytest.mark.parametrize("level", checks.LEVELS)
