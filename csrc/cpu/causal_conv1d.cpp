@@ -17,7 +17,7 @@ class Forward : Convolution<W, S, CausalConv1dFwd> {
   explicit Forward(const CausalConv1dFwd& params) : Base(params, forward_rows, 1 << 20) {}
 
   void run() {
-    if constexpr (Base::registers) {
+    if constexpr (Base::joining) {
       if (Base::joins(p.x, p.out)) return with_flags([&](auto active) { join<active.value>(); }, p.silu);
     }
     const int64_t tasks = tiles.count() * plan.chunks;

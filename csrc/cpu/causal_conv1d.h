@@ -96,22 +96,19 @@ MAMBA_INLINE void windows(V a, V b, V* to) {
   }
 }
 
+#if MAMBA_CPU_AVX512
 // The same, 0 in the lanes whose time is below `least`.
 template <int From, class V>
 MAMBA_INLINE V lanes_from(V a, V b, IntVec<Lane<V>> times, int64_t least) {
   using T = Lane<V>;
-  const IntVec<T> limit = broadcast_int<T>(static_cast<typename Simd<T>::IntLane>(least));
-#if MAMBA_CPU_AVX512
   constexpr int by = From % Simd<T>::width;
-  const auto now = bit_cast<__m512i>(times), from = bit_cast<__m512i>(limit);
+  const auto now = bit_cast<__m512i>(times), low = bit_cast<__m512i>(a), high = bit_cast<__m512i>(b);
   if constexpr (sizeof(T) == 4)
-    return bit_cast<V>(_mm512_maskz_alignr_epi32(_mm512_cmpge_epi32_mask(now, from), bit_cast<__m512i>(b), bit_cast<__m512i>(a), by));
+    return bit_cast<V>(_mm512_maskz_alignr_epi32(_mm512_cmpge_epi32_mask(now, _mm512_set1_epi32(static_cast<int>(least))), high, low, by));
   else
-    return bit_cast<V>(_mm512_maskz_alignr_epi64(_mm512_cmpge_epi64_mask(now, from), bit_cast<__m512i>(b), bit_cast<__m512i>(a), by));
-#else
-  return select(times >= limit, lanes_from<From>(a, b), zero<T>());
-#endif
+    return bit_cast<V>(_mm512_maskz_alignr_epi64(_mm512_cmpge_epi64_mask(now, _mm512_set1_epi64(least)), high, low, by));
 }
+#endif
 
 // The first `lanes` lanes, the others 0.
 template <class V>
@@ -163,7 +160,8 @@ constexpr int together = 4;  // vectors of a row
 constexpr int block = 8;     // rows
 
 // Joined rows: short ones that lie behind one another in memory are computed as one, vectors go over their borders, samples beyond one are
-// masked out. The filter and the sums of dweight and dbias have a place for every lane; several rows of the batch use them together.
+// masked out. The filter and the sums of dweight and dbias have a place for every lane; several rows of the batch use them together. That
+// takes 32 registers: with fewer it is slower than transposing.
 constexpr int joined_rows = 4;
 constexpr int64_t joined_steps = 256;     // at most
 constexpr int64_t joined_numbers = 4096;  // of a row, whose filter and sums stay in the second-level cache
@@ -189,8 +187,9 @@ class Convolution : protected Width<W> {
   using T = Accumulate<S>;
   using V = Vec<T>;
   static constexpr int vl = Simd<T>::width;
-  static constexpr int group = line_vectors<T, S>;       // of vectors that are written together
-  static constexpr bool registers = W > 0 && W <= vl;    // may hold the taps
+  static constexpr int group = line_vectors<T, S>;     // of vectors that are written together
+  static constexpr bool registers = W > 0 && W <= vl;  // may hold the taps
+  static constexpr bool joining = registers && vector_bytes == 64;
   static constexpr int64_t distance = 2048 / sizeof(S);  // of prefetches along time
 
   Convolution(const Params& params, int64_t rows, int64_t most_tasks)
@@ -329,7 +328,7 @@ class Convolution : protected Width<W> {
   template <class... Views>
   bool joins(const Views&... views) const {
     const bool plain = !p.seq_idx && !p.cu_seqlens && !p.initial_state && p.seqlen >= width && p.seqlen <= joined_steps;
-    return registers && plain && p.batch >= 16 && p.dim * p.seqlen % (group * vl) == 0 &&
+    return joining && plain && p.batch >= 16 && p.dim * p.seqlen % (group * vl) == 0 &&
            ((views.stride[1] == p.seqlen && views.stride[2] == 1) && ...);
   }
 

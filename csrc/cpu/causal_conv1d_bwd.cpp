@@ -38,7 +38,7 @@ class Backward : Gradients<W, S> {
  private:
   template <bool Active>
   void join() const {
-    if constexpr (Base::registers) {
+    if constexpr (Base::joining) {
       parallel_for(groups * Base::joined_blocks(), [&](int64_t begin, int64_t end) {
         const int64_t numbers = (width + 1) * Base::joined_channels() * p.seqlen;
         const Scratch<T> filter(numbers + vl), lane_sums(numbers);

@@ -21,13 +21,13 @@ from mamba_ops.reference.causal_conv1d import example_inputs, causal_conv1d as r
 
 def check(**options):
     inputs = example_inputs(initial_state=False, **options)
-    testing.check_values(causal_conv1d, inputs, reference)
     out, expected = (lambda f=f, **inputs: f(**inputs)[0] for f in (causal_conv1d, reference))
     testing.check_values(out, inputs, expected)
+    assert torch.equal(causal_conv1d(**inputs)[1], reference(**inputs)[1])
 
 dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-for dtype, seqlen in product(dtypes, (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 31, 48, 100)):
-    for width, activation in ((2, "silu"), (3, "none"), (4, "silu")):
+for dtype, seqlen in product(dtypes, (1, 2, 3, 4, 5, 8, 9, 16, 17, 24, 31, 100)):
+    for width, activation in ((2, "silu"), (3, None), (4, "silu")):
         check(dtype=dtype, batch=21, dim=32, seqlen=seqlen, width=width, activation=activation, bias=width != 3)
 sizes = ((16, 640, 16), (37, 96, 50), (16, 32, 256), (16, 32, 257), (16, 5, 3), (70, 3, 32))
 for dtype, (batch, dim, seqlen) in product((torch.float32, torch.bfloat16), sizes):
