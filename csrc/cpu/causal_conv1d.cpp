@@ -10,13 +10,16 @@ constexpr int64_t forward_rows = 16;  // of a channel-last tile
 template <int W, class S>
 class Forward : Convolution<W, S, CausalConv1dFwd> {
   using Base = Convolution<W, S, CausalConv1dFwd>;
-  using Base::vl, Base::group, Base::width, Base::past, Base::p, Base::plan, Base::tiles, Base::filters, Base::streaming;
+  using Base::vl, Base::group, Base::width, Base::past, Base::p, Base::plan, Base::tiles, Base::filters, Base::groups, Base::streaming;
   using typename Base::T, typename Base::V;
 
  public:
   explicit Forward(const CausalConv1dFwd& params) : Base(params, forward_rows, 1 << 20) {}
 
   void run() {
+    if constexpr (Base::joining) {
+      if (Base::joins(p.x, p.out)) return with_flags([&](auto active) { join<active.value>(); }, p.silu);
+    }
     const int64_t tasks = tiles.count() * plan.chunks;
     const int64_t task_size = plan.chunk * (plan.length < p.seqlen ? plan.length : p.seqlen);
     const auto body = [&](int64_t begin, int64_t end) {
@@ -28,6 +31,78 @@ class Forward : Convolution<W, S, CausalConv1dFwd> {
   }
 
  private:
+  template <bool Active>
+  void join() const {
+    parallel_for(groups * Base::joined_blocks(), [&](int64_t begin, int64_t end) {
+      const int64_t channels = Base::joined_channels();
+      const Scratch<T> filter((width + 1) * channels * p.seqlen + vl);
+      const Scratch<S> states(channels * past);
+      for (int64_t index = begin; index < end; ++index) {
+        const JoinedItem item = Base::joined_item(index);
+        Base::join_filters(item, filter.get());
+        item.for_each_row([&](int64_t row, auto rows) {
+          this->template joined<Active, rows.value>(item, row, filter.get());
+          for (int n = 0; n < rows; ++n) this->joined_states(item, row + n, states.get());
+        });
+      }
+      if (streaming) end_streaming();
+    });
+  }
+
+  // `N` joined rows.
+  template <bool Active, int N>
+  __attribute__((noinline)) void joined(const JoinedItem& item, int64_t row, const T* filter) const {
+    const S* const from = p.x.template at<S>(row, item.d, 0);
+    S* const to = p.out.template at<S>(row, item.d, 0);
+    const int64_t step = p.x.stride[0], to_step = p.out.stride[0], count = item.count;
+    const IntVec<T> length = broadcast_int<T>(p.seqlen), turn = broadcast_int<T>(vl % p.seqlen);
+    const bool stream = group * vl * sizeof(S) == 64 && Base::streams_from(to, to_step);
+    IntVec<T> times = Base::joined_times(0);
+    V before[N];
+    for (int n = 0; n < N; ++n) before[n] = zero<T>();
+    for (int64_t line = 0; line < count; line += group * vl) {
+      V values[N][group];
+#pragma GCC unroll 2
+      for (int m = 0; m < group; ++m) {
+        const int64_t i = line + m * vl;
+        V weight[W];
+        unroll<W>([&](auto k) __attribute__((always_inline)) { weight[k] = load(filter + k * count + i); });
+        const V bias = load(filter + W * count + i);
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) {
+          const V now = load_as<T>(from + n * step + i);
+          V x[W];
+          Base::joined_samples(before[n], now, times, x);
+          before[n] = now;
+          values[n][m] = Base::convolve(x, weight, bias);
+        }
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) values[n][m] = activate<Active>(values[n][m]);
+        times = times + turn;
+        times = select(times >= length, times - length, times);
+      }
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) {
+        prefetch(from + (n + N) * step + line, 0);
+        store_group(to + n * to_step + line, values[n], stream);
+      }
+    }
+  }
+
+  // The last samples of each channel: collected, so that whole lines are written.
+  void joined_states(const JoinedItem& item, int64_t row, S* states) const {
+    const View<3>& view = p.last_state;
+    if (view.stride[2] != 1 || view.stride[1] != past) return last_state(row, item.d, item.d + item.count / p.seqlen);
+    const S* const x = p.x.template at<S>(row, item.d, 0);
+    S *const to = view.template at<S>(row, item.d, 0), *next = states;
+    for (int64_t i = p.seqlen - past; i < item.count; i += p.seqlen, next += past)
+      unroll<W - 1>([&](auto j) __attribute__((always_inline)) { next[j] = x[i + j]; });
+    const int64_t bytes = (next - states) * static_cast<int64_t>(sizeof(S)), whole = streaming && is_line(to) ? bytes / 64 * 64 : 0;
+    for (int64_t i = 0; i < whole; i += vector_bytes)
+      stream_as(reinterpret_cast<float*>(to) + i / 4, load(reinterpret_cast<const float*>(states) + i / 4));
+    __builtin_memcpy(reinterpret_cast<char*>(to) + whole, reinterpret_cast<const char*>(states) + whole, bytes - whole);
+  }
+
   template <int Step, bool Active>
   void sweep(int64_t begin, int64_t end) const {
     const Scratch<T> memory(group * (Base::template room<Step>() + width * vl));

@@ -2,7 +2,7 @@
 // are `vl` numbers apart in a buffer (channel-last memory), or one channel, whose time steps are 1 apart, so that lanes are time steps.
 // Either way a piece of a strand stands in the first-level cache in arithmetic type, with the samples before it in front, and one loop
 // serves both: tap k of the numbers at `at` is the vector at at + (k - past) * step. Where memory already has the order of the strand, it
-// is read once, and the taps are kept in registers.
+// is read once, and the taps are kept in registers. Short rows of time steps are joined (see below), or transposed where they have states.
 #pragma once
 
 #include "cpu/causal_conv1d_tiles.h"
@@ -96,6 +96,20 @@ MAMBA_INLINE void windows(V a, V b, V* to) {
   }
 }
 
+#if MAMBA_CPU_AVX512
+// The same, 0 in the lanes whose time is below `least`.
+template <int From, class V>
+MAMBA_INLINE V lanes_from(V a, V b, IntVec<Lane<V>> times, int64_t least) {
+  using T = Lane<V>;
+  constexpr int by = From % Simd<T>::width;
+  const auto now = bit_cast<__m512i>(times), low = bit_cast<__m512i>(a), high = bit_cast<__m512i>(b);
+  if constexpr (sizeof(T) == 4)
+    return bit_cast<V>(_mm512_maskz_alignr_epi32(_mm512_cmpge_epi32_mask(now, _mm512_set1_epi32(static_cast<int>(least))), high, low, by));
+  else
+    return bit_cast<V>(_mm512_maskz_alignr_epi64(_mm512_cmpge_epi64_mask(now, _mm512_set1_epi64(least)), high, low, by));
+}
+#endif
+
 // The first `lanes` lanes, the others 0.
 template <class V>
 MAMBA_INLINE V first_lanes(V v, int lanes) {
@@ -145,6 +159,26 @@ Vec<T> channel_samples(const Params& p, const Tile& tile, int64_t t, int64_t d, 
 constexpr int together = 4;  // vectors of a row
 constexpr int block = 8;     // rows
 
+// Joined rows: short ones that lie behind one another in memory are computed as one, vectors go over their borders, samples beyond one are
+// masked out. The filter and the sums of dweight and dbias have a place for every lane; several rows of the batch use them together. That
+// takes 32 registers: with fewer it is slower than transposing.
+constexpr int joined_rows = 4;
+constexpr int64_t joined_steps = 256;     // at most
+constexpr int64_t joined_numbers = 4096;  // of a row, whose filter and sums stay in the second-level cache
+
+// The rows first .. last - 1 of the batch, `count` numbers of each, from channel d on.
+struct JoinedItem {
+  int64_t group, first, last, d, count;
+
+  // Calls f(row, number of rows as a constant).
+  template <class F>
+  void for_each_row(F&& f) const {
+    int64_t row = first;
+    for (; row + joined_rows <= last; row += joined_rows) f(row, std::integral_constant<int, joined_rows>{});
+    for (; row < last; ++row) f(row, std::integral_constant<int, 1>{});
+  }
+};
+
 template <int W, class S, class Params>
 class Convolution : protected Width<W> {
  protected:
@@ -153,8 +187,9 @@ class Convolution : protected Width<W> {
   using T = Accumulate<S>;
   using V = Vec<T>;
   static constexpr int vl = Simd<T>::width;
-  static constexpr int group = line_vectors<T, S>;       // of vectors that are written together
-  static constexpr bool registers = W > 0 && W <= vl;    // may hold the taps
+  static constexpr int group = line_vectors<T, S>;     // of vectors that are written together
+  static constexpr bool registers = W > 0 && W <= vl;  // may hold the taps
+  static constexpr bool joining = registers && vector_bytes == 64;
   static constexpr int64_t distance = 2048 / sizeof(S);  // of prefetches along time
 
   Convolution(const Params& params, int64_t rows, int64_t most_tasks)
@@ -163,6 +198,7 @@ class Convolution : protected Width<W> {
         plan(params, vl, rows, most_tasks),
         filters(params),
         tiles(params, plan.length),
+        groups(least((params.batch + 15) / 16, 64)),
         streaming(params.batch * params.dim * params.seqlen * static_cast<int64_t>(sizeof(S)) >= streamed_bytes) {}
 
   // Where a task's channels end that begin at d.
@@ -288,10 +324,51 @@ class Convolution : protected Width<W> {
     return samples;
   }
 
+  // Whether the rows of all `views` are joined.
+  template <class... Views>
+  bool joins(const Views&... views) const {
+    const bool plain = !p.seq_idx && !p.cu_seqlens && !p.initial_state && p.seqlen >= width && p.seqlen <= joined_steps;
+    return joining && plain && p.batch >= 16 && p.dim * p.seqlen % (group * vl) == 0 &&
+           ((views.stride[1] == p.seqlen && views.stride[2] == 1) && ...);
+  }
+
+  // An item of work: a group of the batch's rows, a block of channels.
+  int64_t joined_channels() const {
+    const int64_t lines = joined_numbers / (group * vl * p.seqlen);
+    return group * vl * (lines > 0 ? lines : 1);
+  }
+  int64_t joined_blocks() const { return (p.dim + joined_channels() - 1) / joined_channels(); }
+  JoinedItem joined_item(int64_t index) const {
+    const int64_t n = index / joined_blocks(), d = index % joined_blocks() * joined_channels();
+    return {n, n * p.batch / groups, (n + 1) * p.batch / groups, d, least(joined_channels(), p.dim - d) * p.seqlen};
+  }
+
+  // The steps of the lanes of a vector that begins with step `first`.
+  IntVec<T> joined_times(int64_t first) const {
+    IntVec<T> times;
+    for (int i = 0; i < vl; ++i) times[i] = (first + i) % p.seqlen;
+    return times;
+  }
+
+  // The filter of each lane: rows of `count` numbers, taps, then bias.
+  void join_filters(const JoinedItem& item, T* to) const {
+    for (int64_t k = 0; k <= width; ++k, to += item.count)
+      for (int64_t i = 0, d = item.d; i < item.count; i += p.seqlen, ++d)
+        for (int64_t t = 0; t < p.seqlen; t += vl) store(to + i + t, broadcast(*filters.tap(k, d)));  // the next channel covers the excess
+  }
+
+  // samples[k]: those W - 1 - k steps before `now`
+  static MAMBA_INLINE void joined_samples(V before, V now, IntVec<T> times, V* samples) {
+    unroll<W - 1>(
+        [&](auto k) __attribute__((always_inline)) { samples[k] = lanes_from<vl - W + 1 + k.value>(before, now, times, W - 1 - k.value); });
+    samples[W - 1] = now;
+  }
+
   const Params& p;
   const Plan plan;
   const Filters<T> filters;
   const Tiles tiles;
+  const int64_t groups;  // of joined rows
   const bool streaming;
 };
 

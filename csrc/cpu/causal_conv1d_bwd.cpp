@@ -11,13 +11,14 @@ constexpr int64_t most_blocks = 64;    // of the sums for dweight and dbias
 template <int W, class S>
 class Backward : Gradients<W, S> {
   using Base = Gradients<W, S>;
-  using Base::vl, Base::group, Base::width, Base::past, Base::p, Base::plan, Base::tiles, Base::filters, Base::streaming;
+  using Base::vl, Base::group, Base::width, Base::past, Base::p, Base::plan, Base::tiles, Base::filters, Base::groups, Base::streaming;
   using typename Base::T, typename Base::V, typename Base::Strand;
 
  public:
   explicit Backward(const CausalConv1dBwd& params)
       : Base(params, backward_rows / group, most_blocks),
-        blocks(tiles.count() < most_blocks ? tiles.count() : most_blocks),
+        joins(params.dout && !params.dlast_state && Base::joins(params.x, params.dout, params.dx)),
+        blocks(joins ? groups : least(tiles.count(), most_blocks)),
         partial(blocks * (width + 1) * filters.stride) {}
 
   void run() {
@@ -26,12 +27,34 @@ class Backward : Gradients<W, S> {
       with_flags([&](auto channels, auto active) { sum_blocks<channels.value ? vl : 1, active.value>(begin, end); }, plan.channels, p.silu);
       if (streaming) end_streaming();
     };
-    parallel_for(tasks, body, work < 16384 ? tasks : 1);
+    if (joins)
+      with_flags([&](auto active) { join<active.value>(); }, p.silu);
+    else
+      parallel_for(tasks, body, work < 16384 ? tasks : 1);
     add_blocks();
     if (p.dinitial_state && past > 0) empty_sequences();
   }
 
  private:
+  template <bool Active>
+  void join() const {
+    if constexpr (Base::joining) {
+      parallel_for(groups * Base::joined_blocks(), [&](int64_t begin, int64_t end) {
+        const int64_t numbers = (width + 1) * Base::joined_channels() * p.seqlen;
+        const Scratch<T> filter(numbers + vl), lane_sums(numbers);
+        for (int64_t index = begin; index < end; ++index) {
+          const JoinedItem item = Base::joined_item(index);
+          Base::join_filters(item, filter.get());
+          for (int64_t i = 0; i < (width + 1) * item.count; i += vl) store(lane_sums.get() + i, zero<T>());
+          item.for_each_row(
+              [&](int64_t row, auto rows) { this->template joined<Active, rows.value>(item, row, filter.get(), lane_sums.get()); });
+          Base::add_lanes(item, lane_sums.get(), partial.get() + item.group * (width + 1) * filters.stride);
+        }
+        if (streaming) end_streaming();
+      });
+    }
+  }
+
   // The tiles of each block, in order. Blocks depend on the shape only, so the sums do not depend on the number of threads.
   template <int Step, bool Active>
   void sum_blocks(int64_t begin, int64_t end) const {
@@ -259,6 +282,7 @@ class Backward : Gradients<W, S> {
     }
   }
 
+  const bool joins;
   const int64_t blocks;
   const Scratch<T> partial;  // (blocks, width + 1, filters.stride)
 };

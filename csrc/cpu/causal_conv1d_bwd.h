@@ -142,6 +142,77 @@ class Gradients : protected Convolution<W, S, CausalConv1dBwd> {
     store(s.sums + W * vl, dbias);
   }
 
+  // `N` joined rows, from their ends on; `sums`: of dweight and dbias, lane by lane.
+  template <bool Active, int N>
+  __attribute__((noinline)) void joined(const JoinedItem& item, int64_t row, const T* filter, T* sums) const {
+    const S* const from = p.x.template at<S>(row, item.d, 0);
+    const S* const dout = p.dout.template at<S>(row, item.d, 0);
+    S* const to = p.dx.template at<S>(row, item.d, 0);
+    const int64_t step = p.x.stride[0], dout_step = p.dout.stride[0], to_step = p.dx.stride[0], count = item.count;
+    const IntVec<T> length = broadcast_int<T>(p.seqlen), turn = broadcast_int<T>(vl % p.seqlen);
+    const bool stream = group * vl * sizeof(S) == 64 && Base::streams_from(to, to_step);
+    IntVec<T> times = Base::joined_times(count - vl);
+    V behind[N];
+    for (int n = 0; n < N; ++n) behind[n] = zero<T>();
+    for (int64_t line = count - group * vl; line >= 0; line -= group * vl) {
+      V values[N][group];
+#pragma GCC unroll 2
+      for (int m = group - 1; m >= 0; --m) {
+        const int64_t i = line + m * vl, earlier = i > 0 ? i - vl : 0;
+        V weight[W], gradient[N], dweight[W];
+        unroll<W>([&](auto k) __attribute__((always_inline)) { weight[k] = load(filter + k * count + i); });
+        const V bias = load(filter + W * count + i);
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) {
+          V x[W];
+          Base::joined_samples(load_as<T>(from + n * step + earlier), load_as<T>(from + n * step + i), times, x);
+          gradient[n] = Base::convolve(x, weight, bias);
+        }
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) gradient[n] = gradient_of<Active>(gradient[n], load_as<T>(dout + n * dout_step + i));
+        unroll<W>([&](auto k) __attribute__((always_inline)) { dweight[k] = load(sums + k * count + i); });
+        V dbias = load(sums + W * count + i);
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) {
+          V after[W];
+          after[0] = gradient[n];
+          unroll<W - 1>([&](auto j) __attribute__((always_inline)) {
+            after[j + 1] = lanes_from<j.value + 1>(gradient[n], behind[n], -times, j.value + 2 - p.seqlen);
+          });
+          behind[n] = gradient[n];
+          const V x = load_as<T>(from + n * step + i);
+          dbias = dbias + gradient[n];
+          unroll<W>([&](auto j) __attribute__((always_inline)) { dweight[W - 1 - j] = dweight[W - 1 - j] + x * after[j]; });
+          values[n][m] = correlate(after, weight);
+        }
+        unroll<W>([&](auto k) __attribute__((always_inline)) { store(sums + k * count + i, dweight[k]); });
+        store(sums + W * count + i, dbias);
+        times = times - turn;
+        times = select(times < 0, times + length, times);
+      }
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) {
+        prefetch(from + (n + N) * step + line, 0);
+        prefetch(dout + (n + N) * dout_step + line, 0);
+        store_group(to + n * to_step + line, values[n], stream);
+      }
+    }
+  }
+
+  // The sums over the lanes of each channel of an item.
+  void add_lanes(const JoinedItem& item, const T* lane_sums, T* sums) const {
+    const Scratch<T> tile(joined_steps * vl);
+    const int64_t channels = item.count / p.seqlen;
+    for (int64_t c = 0; c < channels; c += vl)
+      for (int64_t k = 0; k <= W; ++k) {
+        const int lanes = static_cast<int>(least(channels - c, vl));
+        load_tile_from(tile.get(), vl, lane_sums + k * item.count + c * p.seqlen, 1, p.seqlen, static_cast<int>(p.seqlen), lanes);
+        V total = zero<T>();
+        for (int64_t t = 0; t < p.seqlen; ++t) total = total + load(tile.get() + t * vl);
+        store(sums + k * filters.stride + item.d + c, total);
+      }
+  }
+
   // Channels that are neighbours in memory: `block` time steps of all of them, then the next ones; dx is `past` steps behind, and `carry`
   // holds the gradients of p in between. Returns the first channel left over.
   template <bool Active>

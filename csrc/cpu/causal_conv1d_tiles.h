@@ -12,6 +12,8 @@
 namespace mamba::cpu::MAMBA_CPU_LEVEL {
 namespace {
 
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
 struct Tile {
   int64_t row;
   int64_t first, last;  // the run

@@ -1,5 +1,5 @@
 """causal_conv1d: values, gradients, memory layouts, compile, transforms, determinism, errors. Packed sequences and
-states: test_causal_conv1d_packing.py."""
+states: test_causal_conv1d_packing.py; batches of short rows, large outputs: test_causal_conv1d_rows.py."""
 
 from itertools import product
 
@@ -105,7 +105,7 @@ def test_very_many_channels_and_rows(backend, batch, dim, seqlen):
 
 
 def test_outputs_that_pass_by_the_caches(backend):
-    """Outputs of more than 32 MiB are written with streaming stores, where rows are aligned and where they are not."""
+    """Large outputs in long rows are written with streaming stores, where rows are aligned and where they are not."""
     if backend.name == "emulated":
         pytest.skip("a matter of the CPU kernels")
     for dim, seqlen in ((128, 70000), (1027, 8200)):

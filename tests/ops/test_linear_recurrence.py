@@ -294,6 +294,35 @@ for part in (slice(0, 3), slice(500, 503), slice(1020, 1024)):
 """
 
 
+LARGE_SCRIPT = """
+import torch
+from mamba_ops import linear_recurrence, testing
+from mamba_ops.reference.linear_recurrence import example_inputs
+names = ("x", "gates", "initial_state")
+for seqlen in (64, 72, 100):
+    for dtype, rows in ((torch.float32, 80), (torch.bfloat16, 160)):
+        inputs = example_inputs(dtype=dtype, batch=rows, channels=(512,), seqlen=seqlen, dim=2, reverse=seqlen == 72)
+        upstream, quarter = None, rows // 4
+        assert inputs["x"].nbytes >= 2**23 > inputs["x"][:quarter].nbytes
+        for layout in (lambda t: t, testing.transposed):
+            given = {**inputs, "x": layout(inputs["x"]), "gates": layout(inputs["gates"])}
+            outputs, upstream, gradients = testing.run_with_gradients(linear_recurrence, given, upstream=upstream)
+            for start in range(0, rows, quarter):
+                part = slice(start, start + quarter)
+                some = {**given, **{name: given[name][part] for name in names}}
+                grads = [g[part] for g in upstream]
+                few, _, wanted = testing.run_with_gradients(linear_recurrence, some, upstream=grads)
+                assert all(torch.equal(whole[part], want) for whole, want in zip(outputs, few))
+                assert all(torch.equal(gradients[name][part], wanted[name]) for name in names)
+"""
+
+
+@pytest.mark.parametrize("level", checks.LEVELS)
+def test_large_outputs(level):
+    """From 8 MB on, outputs in whole cache lines pass by the caches: the same bits as in small pieces."""
+    checks.run_at_level(level, LARGE_SCRIPT)
+
+
 @pytest.mark.parametrize("level", checks.LEVELS)
 def test_every_cpu_level(level):
     checks.run_at_level(level, LEVEL_SCRIPT)
