@@ -174,6 +174,22 @@ def test_coarse(level, name):
     assert (error <= (size * 2**-16).clamp(min=2.0**-118)).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", [*FUNCTIONS, "coarse_silu", "coarse_silu_slope"])
+def test_lanes_do_not_see_one_another(level, name, dtype):
+    """What else stands in a vector changes no bit."""
+    x = 20 * torch.randn(20_000, dtype=dtype)
+    function = f"{name}_{str(dtype)[6:]}"
+    expected = level.call(function, x)
+    others = torch.tensor([NAN, INFINITY, -INFINITY, 1e30, -1e30, 0.0, 1000.0, -1000.0, 100.0, -90.0], dtype=dtype)
+    replaced = torch.rand(len(x)) < 0.1
+    mixed = torch.where(replaced, others[torch.randint(len(others), (len(x),))], x)
+    found = level.call(function, mixed)
+    kept = ~replaced & ~expected.isnan()
+    assert kept.sum() > 8000
+    assert torch.equal(found[kept], expected[kept])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_float32_all(name):

@@ -8,12 +8,9 @@
 
 namespace mamba::cpu::MAMBA_CPU_LEVEL {
 
-// Whether the mask is set for some lane.
+// Whether the mask is set for some lane. (AVX-512 code has no use for it.)
 template <class M>
 MAMBA_INLINE bool any(M mask) {
-#if MAMBA_CPU_AVX512
-  if constexpr (sizeof(M) == 64) return _mm512_movepi32_mask(bit_cast<__m512i>(mask)) != 0;
-#endif
 #if MAMBA_CPU_AVX512 || MAMBA_CPU_AVX2
   if constexpr (sizeof(M) == 32) return _mm256_movemask_epi8(bit_cast<__m256i>(mask)) != 0;
 #elif defined(__SSE2__)
@@ -22,6 +19,25 @@ MAMBA_INLINE bool any(M mask) {
   auto some = mask[0];
   for (int i = 1; i < static_cast<int>(sizeof(M) / sizeof some); ++i) some |= mask[i];
   return some != 0;
+}
+
+// a b + c in one rounding, where the CPU can. The compiler contracts products and sums by itself, but not across branches, which may differ
+// from one place that a function is inlined in to the next.
+template <class V>
+MAMBA_INLINE V fma(V a, V b, V c) {
+#if MAMBA_CPU_AVX512
+  if constexpr (sizeof(Lane<V>) == 4)
+    return bit_cast<V>(_mm512_fmadd_ps(bit_cast<__m512>(a), bit_cast<__m512>(b), bit_cast<__m512>(c)));
+  else
+    return bit_cast<V>(_mm512_fmadd_pd(bit_cast<__m512d>(a), bit_cast<__m512d>(b), bit_cast<__m512d>(c)));
+#elif MAMBA_CPU_AVX2
+  if constexpr (sizeof(Lane<V>) == 4)
+    return bit_cast<V>(_mm256_fmadd_ps(bit_cast<__m256>(a), bit_cast<__m256>(b), bit_cast<__m256>(c)));
+  else
+    return bit_cast<V>(_mm256_fmadd_pd(bit_cast<__m256d>(a), bit_cast<__m256d>(b), bit_cast<__m256d>(c)));
+#else
+  return a * b + c;
+#endif
 }
 
 template <class T>
@@ -97,8 +113,9 @@ template <bool exact = false>
 MAMBA_INLINE Vec<float> power_by_table(__m512i shifted, Vec<float> n, Vec<float> r) {
   const __m512 power = _mm512_permutex2var_ps(_mm512_load_ps(power_table), shifted, _mm512_load_ps(power_table + 16));
   const Vec<float> t = bit_cast<Vec<float>>(power);
-  const Vec<float> q = exact ? polynomial(r, 0x1.c6b08ep-5f, 0x1.ebfbep-3f, 0x1.62e43p-1f) : r * 0x1.ebfbe4p-3f + 0x1.62e584p-1f;
-  return scalef(t + t * (r * q), n);
+  const Vec<float> second = broadcast(exact ? 0x1.ebfbep-3f : 0x1.ebfbe4p-3f), first = broadcast(exact ? 0x1.62e43p-1f : 0x1.62e584p-1f);
+  const Vec<float> q = fma(r, exact ? fma(r, broadcast(0x1.c6b08ep-5f), second) : second, first);
+  return scalef(fma(t, r * q, t), n);
 }
 
 inline constexpr float table_rounder = 0x1.8p18f;  // x + table_rounder rounds x to a multiple of 1/32
@@ -111,9 +128,9 @@ MAMBA_INLINE Vec<float> exp2_by_table(Vec<float> x) {
 // e^x for |x| <= 150; NaN stays.
 template <bool exact = false>
 MAMBA_INLINE Vec<float> exp_by_table(Vec<float> x) {
-  constexpr float high = 0x1.715476p0f, low = 0x1.4ae0cp-26f;  // 1 / ln 2
-  const Vec<float> shifted = x * high + table_rounder, n = shifted - table_rounder;
-  return power_by_table<exact>(bit_cast<__m512i>(shifted), n, (x * high - n) + x * low);  // fused: the difference is exact
+  const Vec<float> high = broadcast(0x1.715476p0f), low = broadcast(0x1.4ae0cp-26f);  // 1 / ln 2
+  const Vec<float> shifted = fma(x, high, broadcast(table_rounder)), n = shifted - table_rounder;
+  return power_by_table<exact>(bit_cast<__m512i>(shifted), n, fma(x, low, fma(x, high, -n)));
 }
 #endif
 
@@ -342,10 +359,26 @@ MAMBA_INLINE SiluParts<V> silu_parts(V x) {
   return {z, bounded, parts.fraction, small_power(parts.n) + parts.fraction, parts.n};
 }
 
-// Scaling twice is dear: vectors whose e^x and e^-x are normal numbers go without it.
+// Scaling twice is dear: numbers x whose e^x and e^-x are normal go without it, and vectors of such numbers without even trying.
+template <class T>
+constexpr T ordinary_most = std::is_same_v<T, float> ? 87 : 700;
+
 template <class V>
-MAMBA_INLINE bool is_ordinary(V x) {
-  return __builtin_expect(!any(abs(x) > (std::is_same_v<Lane<V>, float> ? Lane<V>(87) : Lane<V>(700))), 1);
+MAMBA_INLINE IntVec<Lane<V>> is_ordinary(V x) {
+  return abs(x) <= ordinary_most<Lane<V>>;
+}
+
+template <class V>
+MAMBA_INLINE bool are_ordinary(V x) {
+  using T = Lane<V>;
+#if MAMBA_CPU_AVX512
+  if constexpr (sizeof(T) == 4)
+    return __builtin_expect(_mm512_cmp_ps_mask(bit_cast<__m512>(abs(x)), _mm512_set1_ps(ordinary_most<T>), _CMP_NLE_UQ) == 0, 1);
+  else
+    return __builtin_expect(_mm512_cmp_pd_mask(bit_cast<__m512d>(abs(x)), _mm512_set1_pd(ordinary_most<T>), _CMP_NLE_UQ) == 0, 1);
+#else
+  return __builtin_expect(!any(~is_ordinary(x)), 1);
+#endif
 }
 
 template <bool exact = false, class V>
@@ -380,21 +413,22 @@ MAMBA_INLINE V sigmoid(V x) {
 
 template <class V>
 MAMBA_INLINE V silu(V x) {
-  if (is_ordinary(x)) return x / (ordinary_exp_minus(x) + Lane<V>(1));
+  const V value = x / (ordinary_exp_minus(x) + Lane<V>(1));
+  if (are_ordinary(x)) return value;
   const SiluParts<V> p = silu_parts(x);
-  return scale_by_power(p.z / p.d, p.n);
+  return select(is_ordinary(x), value, scale_by_power(p.z / p.d, p.n));
 }
 
 template <class V>
 MAMBA_INLINE WithSlope<V> silu_with_slope(V x) {
   using T = Lane<V>;
-  if (is_ordinary(x)) {
-    const V e = ordinary_exp_minus<true>(x), s = T(1) / (e + T(1));
-    return {x * s, s * (x * (e * s) + T(1))};
-  }
+  const V e = ordinary_exp_minus<true>(x), s = T(1) / (e + T(1));
+  const WithSlope<V> ordinary{x * s, s * fma(x, e * s, broadcast<T>(1))};
+  if (are_ordinary(x)) return ordinary;
   const SiluParts<V> p = silu_parts(x);
-  const V q = T(1) / p.d;
-  return {scale_by_power(p.z * q, p.n), scale_by_power(q * (p.bounded * (p.f * q) + T(1)), p.n)};
+  const V q = T(1) / p.d, slope = q * (p.bounded * (p.f * q) + T(1));
+  const auto chosen = is_ordinary(x);
+  return {select(chosen, ordinary.value, scale_by_power(p.z * q, p.n)), select(chosen, ordinary.slope, scale_by_power(slope, p.n))};
 }
 
 // silu and its slope for results that are stored in 16 bits: relative error below 2^-16, absolute below 2^-118.
