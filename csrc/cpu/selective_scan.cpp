@@ -121,12 +121,7 @@ class Forward {
               lanes = static_cast<int>(scan_min(width, p_.dim - channel));
     for (const View<3>* view : {&p_.delta, &p_.u, &p_.z}) ahead_.add(*view, batch, channel, time, rows, lanes);
     if (!streams_) ahead_.add(p_.out, batch, channel, time, rows, lanes);
-    if (p_.chunk_states) ahead_.add(chunk_state(batch, time, channel) + lanes - 1, p_.dim * sizeof(T), p_.dstate);
-  }
-
-  T* chunk_state(int64_t batch, int64_t time, int64_t channel) const {
-    const int64_t chunks = ceil_div(p_.seqlen, scan_tile_rows);
-    return static_cast<T*>(p_.chunk_states) + (batch * chunks + time / scan_tile_rows) * p_.dstate * p_.dim + channel;
+    if (p_.chunk_states) ahead_.add(chunk_state<T>(p_, batch, time, channel) + lanes - 1, p_.dim * sizeof(T), p_.dstate);
   }
 
   // last_state of empty sequences.
@@ -215,7 +210,7 @@ class Forward {
   }
 
   void save(const T* states, int64_t batch, int64_t time, int64_t channel, int lanes) {
-    T* to = chunk_state(batch, time, channel);
+    T* to = chunk_state<T>(p_, batch, time, channel);
     for (int64_t n = 0; n < p_.dstate; ++n) {
       if (lanes == width)
         store(to + n * p_.dim, load(states + n * width));

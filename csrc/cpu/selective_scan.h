@@ -201,6 +201,13 @@ inline ScanRows<T> load_scan_rows(T* buffer, const SelectiveScanInputs& p, const
 // Rows of a tile, which are a chunk of the backward too.
 inline constexpr int scan_tile_rows = static_cast<int>(selective_scan_chunk_cpu);
 
+// Where the state of `channel` that enters the tile at `time` is kept: (batch, tile, dstate, dim).
+template <class T, class Params>
+MAMBA_INLINE T* chunk_state(const Params& p, int64_t batch, int64_t time, int64_t channel) {
+  const int64_t tile = batch * ceil_div(p.seqlen, scan_tile_rows) + time / scan_tile_rows;
+  return static_cast<T*>(p.chunk_states) + tile * p.dstate * p.dim + channel;
+}
+
 // Rows of a block of time over all channels: one tile, so that each page of (seqlen, dim) memory is used while it is mapped, or several
 // where time is contiguous. Results do not depend on the choice.
 inline int scan_block_rows(const SelectiveScanInputs& p, bool per_lane) {

@@ -1,8 +1,7 @@
 // selective_scan backward. Time runs backwards in short row blocks. Each tile of rows is first redone forward from its stored state, which
-// keeps a = exp(delta A) and w = a h in a buffer the size of the first-level cache, then the adjoint runs through
-// it in reverse. Sums over channels (dB, dC) are kept as lane partials over the blocks of a *cell*, reduced once per cell and added up in
-// cell order; sums over batch rows (dA, dD, ...) are made per batch block and added up in block order. Cells and batch blocks depend on the
-// shape only.
+// keeps a = exp(delta A) and w = a h in a buffer the size of the first-level cache, then the adjoint runs through it in reverse. Sums over
+// channels (dB, dC) are kept as lane partials over the blocks of a *cell*, reduced once per cell and added up in cell order; sums over
+// batch rows (dA, dD, ...) are made per batch block and added up in block order. Cells and batch blocks depend on the shape only.
 #include "cpu/selective_scan_bwd.h"
 #include "cpu/flush.h"
 
@@ -146,15 +145,10 @@ class Backward {
     const int rows = static_cast<int>(scan_min(scan_tile_rows, p_.seqlen - time)),
               lanes = static_cast<int>(scan_min(width, p_.dim - channel));
     for (const View<3>* view : {&p_.delta, &p_.z, &p_.dout, &p_.u}) ahead_.add(*view, batch, channel, time, rows, lanes);
-    ahead_.add(chunk_state(batch, time, channel) + lanes - 1, p_.dim * sizeof(T), p_.dstate);
+    ahead_.add(chunk_state<const T>(p_, batch, time, channel) + lanes - 1, p_.dim * sizeof(T), p_.dstate);
     if (!stream_du_) ahead_.add(p_.du, batch, channel, time, rows, lanes);
     if (!stream_ddelta_) ahead_.add(p_.ddelta, batch, channel, time, rows, lanes);
     if (!stream_dz_) ahead_.add(p_.dz, batch, channel, time, rows, lanes);
-  }
-
-  const T* chunk_state(int64_t batch, int64_t time, int64_t channel) const {
-    const int64_t chunks = ceil_div(p_.seqlen, scan_tile_rows);
-    return static_cast<const T*>(p_.chunk_states) + (batch * chunks + time / scan_tile_rows) * p_.dstate * p_.dim + channel;
   }
 
   // Adds up the lanes of rows [row, row + rows): sums[row][n] = the sum of a vector of `partials`.
@@ -258,8 +252,8 @@ class Backward {
       if (start != ScanSegments::inside) {
         load_states(states_.get(), p_.initial_state, start, channel, lanes, p_.dstate);
       } else {
-        load_tile(states_.get(), chunk_state(batch, time_ + from, channel), std::is_same_v<T, double> ? DType::f64 : DType::f32, p_.dim, 1,
-                  static_cast<int>(p_.dstate), lanes);
+        load_tile(states_.get(), chunk_state<const T>(p_, batch, time_ + from, channel),
+                  std::is_same_v<T, double> ? DType::f64 : DType::f32, p_.dim, 1, static_cast<int>(p_.dstate), lanes);
       }
       if (end != ScanSegments::inside) load_states(lambda, p_.dlast_state, end, channel, lanes, p_.dstate);
       span(tile, block, starts[k], to - from, from);
